@@ -1,0 +1,28 @@
+"""Floor 1: pure functions of tensors, needing only torch; float64 twins in :mod:`mmspectral.ops.reference`."""
+
+from mmspectral.ops.cross_covariance import cross_covariance_attention
+from mmspectral.ops.layout import ROW_ORDERS, ProjectionLayout
+from mmspectral.ops.spectral import (
+    SCOPES,
+    add_identity,
+    condition_number,
+    conditioned_linear,
+    identity_diagonal,
+    identity_output,
+    singular_values,
+    split_projections,
+)
+
+__all__ = [
+    "ROW_ORDERS",
+    "SCOPES",
+    "ProjectionLayout",
+    "add_identity",
+    "condition_number",
+    "conditioned_linear",
+    "cross_covariance_attention",
+    "identity_diagonal",
+    "identity_output",
+    "singular_values",
+    "split_projections",
+]

@@ -1,0 +1,36 @@
+"""Cross-covariance attention of XCiT (arXiv 2106.09681, section 3.2).
+
+Shape legend: B images, h heads, d channels per head, N tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_covariance_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Attend among channels: softmax(q^ k^T * temperature) v with q^, k^ of unit length over the tokens.
+
+    Norms, logits and softmax run in float32 (float64 for float64 input)
+    whatever autocast says: squares of half-precision activations overflow.
+
+    Args:
+        q: Queries [B, h, d, N].
+        k: Keys [B, h, d, N].
+        v: Values [B, h, d, N].
+        temperature: One factor per head [h, 1, 1].
+        attn_drop: Dropout probability on the attention matrix.
+
+    Returns:
+        [B, h, d, N] in the dtype of ``v``.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        q_hat = F.normalize(_at_least_float32(q), dim=-1)
+        k_hat = F.normalize(_at_least_float32(k), dim=-1)
+        attn = (q_hat @ k_hat.transpose(-2, -1)) * _at_least_float32(temperature)  # [B, h, d, d]
+        attn = F.dropout(attn.softmax(dim=-1), attn_drop)
+        return attn.to(v.dtype) @ v
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
