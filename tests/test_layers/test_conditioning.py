@@ -1,0 +1,158 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from mmspectral import ops
+from mmspectral.layers import (
+    METADATA_KEY,
+    ConditionedLinear,
+    IdentityCorrection,
+    condition_linear,
+    conditioned_projections,
+    fold,
+    unfold,
+)
+from mmspectral.ops import ProjectionLayout
+
+
+class Attention(nn.Module):
+    """A fused and a separate projection, as in a user's own model."""
+
+    def __init__(self, correction=None, row_order="[3][heads][d]"):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        self.k = nn.Linear(12, 12, bias=False)
+        condition_linear(self, "qkv", correction, ("q", "k", "v"), 3, row_order)
+        condition_linear(self, "k", correction, ("k",), 3, row_order)
+
+    def forward(self, x):
+        return self.qkv(x), self.k(x)
+
+
+def pair(correction, row_order="[3][heads][d]"):
+    torch.manual_seed(0)
+    stock = Attention()
+    ours = Attention(correction, row_order)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return stock, ours, torch.randn(2, 5, 12)
+
+
+def test_correction_off_is_stock():
+    stock, ours, x = pair(None)
+    assert type(ours.qkv) is nn.Linear
+    assert all(torch.equal(a, b) for a, b in zip(stock(x), ours(x), strict=True))
+
+
+@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
+@pytest.mark.parametrize("scope", ops.SCOPES)
+def test_correction_is_not_state(scope, row_order):
+    stock, ours, _ = pair(IdentityCorrection(scope=scope), row_order)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert [p.shape for p in ours.parameters()] == [p.shape for p in stock.parameters()]
+    assert not list(ours.buffers())
+    stock.load_state_dict(ours.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
+@pytest.mark.parametrize("scope", ops.SCOPES)
+def test_fold_computes_the_same_and_unfold_is_its_inverse(scope, row_order):
+    _, ours, x = pair(IdentityCorrection(7.0, scope), row_order)
+    ours = ours.double()
+    before, weights = ours(x.double()), copy.deepcopy(ours.state_dict())
+    sites = fold(ours)
+    assert type(ours.qkv) is nn.Linear and type(ours.k) is nn.Linear
+    for a, b in zip(before, ours(x.double()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    unfold(ours, sites)
+    assert isinstance(ours.qkv, ConditionedLinear)
+    for name, weight in ours.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-14)
+    for a, b in zip(before, ours(x.double()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_fold_of_float32_is_exact_to_1e_6():
+    _, ours, x = pair(IdentityCorrection())
+    before = ours(x)
+    fold(ours)
+    for a, b in zip(before, ours(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
+
+
+def test_fold_warns_about_low_precision():
+    _, ours, _ = pair(IdentityCorrection())
+    with pytest.warns(UserWarning, match="bfloat16 rounds away"):
+        fold(ours.bfloat16())
+
+
+def test_fold_and_unfold_errors():
+    _, ours, _ = pair(IdentityCorrection())
+    with pytest.raises(ValueError, match="folded"):
+        fold(ours.qkv)
+    with pytest.raises(ValueError, match="expected an nn.Linear"):
+        unfold(ours, {"qkv": (ours.qkv.correction, ours.qkv.layout)})
+    with pytest.raises(ValueError, match="'absent'"):
+        unfold(ours, {"absent": (ours.qkv.correction, ours.qkv.layout)})
+
+
+def test_parameters_are_shared_and_frozen_state_kept():
+    linear = nn.Linear(6, 18).requires_grad_(False).eval()
+    ours = ConditionedLinear.from_linear(linear, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
+    assert ours.weight is linear.weight and ours.bias is linear.bias
+    assert not ours.training and not ours.weight.requires_grad
+    assert not ours.folded().weight.requires_grad
+
+
+def test_projection_without_target_is_left_alone():
+    _, ours, _ = pair(IdentityCorrection(targets=("q",)))
+    assert list(conditioned_projections(ours)) == ["qkv"]
+
+
+def test_metadata_survives_saving_copying_and_safe_loading():
+    _, ours, _ = pair(IdentityCorrection(3.0, "head"))
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(ours).state_dict(), buffer)
+    buffer.seek(0)
+    entry = torch.load(buffer, weights_only=True)._metadata["qkv"][METADATA_KEY]
+    assert entry["scale"] == 3.0 and entry["scope"] == "head"
+    assert entry["layout"] == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
+    fold(ours)
+    assert METADATA_KEY not in ours.state_dict()._metadata["qkv"]
+
+
+def test_wrong_rows_are_refused_when_built():
+    with pytest.raises(ValueError, match="not a multiple"):
+        ConditionedLinear(8, 20, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
+
+
+def test_training_equals_training_the_shifted_weight():
+    """Design decision 5: W under W + C is W' = W + C from a shifted start (here SGD with momentum, no decay)."""
+    _, ours, x = pair(IdentityCorrection())
+    ours, x = ours.double(), x.double()
+    shifted = copy.deepcopy(ours)
+    sites = fold(shifted)
+    models = (ours, shifted)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in models]
+    for _ in range(10):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            sum(y.sin().square().sum() for y in model(x)).backward()
+            optimizer.step()
+    unfold(shifted, sites)
+    for a, b in zip(ours.parameters(), shifted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_compiles_without_a_graph_break():
+    _, ours, x = pair(IdentityCorrection())
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            x = x.detach().requires_grad_()
+            for a, b in zip(compiled(x), ours(x), strict=True):
+                torch.testing.assert_close(a, b)
+                (grad_a,), (grad_b,) = (torch.autograd.grad(y.float().sum(), x, retain_graph=True) for y in (a, b))
+                torch.testing.assert_close(grad_a, grad_b)
