@@ -1,0 +1,76 @@
+"""Registered attention layers, drop-in for mmpretrain's: same forward, same parameter names."""
+
+import torch
+from mmpretrain.models.backbones.xcit import XCA, ClassAttntion
+from torch import Tensor
+
+from mmspectral import ops
+from mmspectral.layers import build_correction, condition_linear
+from mmspectral.registry import MODELS
+
+
+@MODELS.register_module()
+class SpectralXCA(XCA):
+    """Cross-covariance attention with spectral conditioning of q, k and v.
+
+    With ``conditioning=None`` the outputs are bit-equal to mmpretrain's ``XCA``
+    in float32; in half precision norms, logits and softmax stay in float32.
+
+    Args:
+        dim: Channels D.
+        num_heads: Heads h.
+        qkv_bias: Whether the fused projection has a bias.
+        attn_drop: Dropout on the attention matrix.
+        proj_drop: Dropout on the output.
+        conditioning: None, or a dict for :func:`mmspectral.layers.build_correction`.
+        init_cfg: As in mmengine's ``BaseModule``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        conditioning: dict | None = None,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, init_cfg)
+        condition_linear(
+            self, "qkv", build_correction(conditioning), ("q", "k", "v"), num_heads, row_order="[3][heads][d]"
+        )
+
+    @classmethod
+    def from_stock(cls, stock: XCA, conditioning: dict | None) -> "SpectralXCA":
+        """Return a conditioned layer that shares the parameters of a stock one."""
+        with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
+            layer = cls(
+                stock.qkv.in_features,
+                stock.num_heads,
+                stock.qkv.bias is not None,
+                stock.attn_drop.p,
+                stock.proj_drop.p,
+                conditioning,
+                stock.init_cfg,
+            )
+        layer.temperature, layer.proj = stock.temperature, stock.proj
+        layer.qkv.weight, layer.qkv.bias = stock.qkv.weight, stock.qkv.bias
+        return layer.train(stock.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [B, N, D] to [B, N, D]."""
+        B, N, D = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 4, 1).unbind(0)  # each [B, h, d, N]
+        attn_drop = self.attn_drop.p if self.training else 0.0
+        x = ops.cross_covariance_attention(q, k, v, self.temperature, attn_drop)
+        x = x.permute(0, 3, 1, 2).reshape(B, N, D)
+        return self.proj_drop(self.proj(x))
+
+
+def condition_class_attention(attention: ClassAttntion, conditioning: dict | None) -> None:
+    """Condition the separate q, k and v projections of a class-attention layer, in place."""
+    correction = build_correction(conditioning)
+    for role in ("q", "k", "v"):
+        condition_linear(attention, role, correction, (role,), attention.num_heads, row_order="[3][heads][d]")

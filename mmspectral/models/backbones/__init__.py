@@ -1,0 +1,3 @@
+from mmspectral.models.backbones.xcit import SpectralXCiT
+
+__all__ = ["SpectralXCiT"]
