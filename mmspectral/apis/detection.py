@@ -1,0 +1,89 @@
+"""Predictions of mmdet's detectors as COCO results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from mmdet.apis import DetInferencer
+from mmdet.datasets import CocoDataset
+from mmdet.registry import DATASETS
+from mmengine.config import Config, ConfigDict
+
+from mmspectral.apis.coco_ids import category_ids, read_annotations
+from mmspectral.engine.runner.testing import innermost_dataset
+
+
+class _Inferencer(DetInferencer):
+    """mmdet's inferencer, but a checkpoint without class names gets those of the config and not COCO's."""
+
+    def _load_weights_to_model(self, model, checkpoint, cfg):
+        meta = checkpoint.get("meta", {})
+        if not {"dataset_meta", "CLASSES"} & meta.keys():
+            metainfo = DATASETS.build(ConfigDict(cfg.test_dataloader.dataset, lazy_init=True)).metainfo
+            checkpoint = {
+                "state_dict": checkpoint.get("state_dict", checkpoint),
+                "meta": {**meta, "dataset_meta": metainfo},
+            }
+        super()._load_weights_to_model(model, checkpoint, cfg)
+
+
+class DetectionPredictor:
+    """Predict with a detector; each detection becomes one COCO record.
+
+    Args:
+        cfg: Config with the model and its test pipeline.
+        checkpoint: Path or URL.
+        device: torch device.
+        annotations: Contents of a COCO annotation file for the category ids.
+            None takes the config's, if it lies on this machine.
+    """
+
+    def __init__(self, cfg: Config, checkpoint: str, device: str, annotations: dict | None = None):
+        cfg.setdefault("visualizer", dict(type="mmdet.DetLocalVisualizer"))
+        # Pictures go where the caller says, not to the backends of a training run.
+        cfg.visualizer["vis_backends"] = None
+        self.inferencer = _Inferencer(cfg, checkpoint, device=device, show_progress=False)
+        self.classes = tuple(self.inferencer.model.dataset_meta["classes"])
+        if annotations is None:
+            annotations = _config_annotations(cfg)
+        self.category_ids, self.category_source = category_ids(
+            self.classes, annotations, CocoDataset.METAINFO["classes"]
+        )
+
+    @property
+    def categories(self) -> list[dict]:
+        """COCO's table of categories."""
+        return [dict(id=number, name=name) for number, name in zip(self.category_ids, self.classes, strict=True)]
+
+    def __call__(self, images: Sequence[str]) -> list:
+        """Return one mmdet data sample for each image, computed as one batch."""
+        return self.inferencer(list(images), batch_size=len(images), return_datasamples=True)["predictions"]
+
+    def records(self, sample, image: dict) -> list[dict]:
+        """Return COCO records, with the box as x, y, width, height in pixels and masks as run-length codes."""
+        found = self.inferencer.pred2dict(sample)
+        masks = found.get("masks", [None] * len(found["labels"]))
+        records = []
+        for label, score, (x1, y1, x2, y2), mask in zip(
+            found["labels"], found["scores"], found["bboxes"], masks, strict=True
+        ):
+            record = dict(image_id=image["id"], category_id=self.category_ids[label], score=score)
+            record["bbox"] = [x1, y1, x2 - x1, y2 - y1]
+            if mask is not None:
+                record["segmentation"] = dict(size=[int(length) for length in mask["size"]], counts=mask["counts"])
+            records.append(record)
+        return records
+
+    def draw(self, image: np.ndarray, sample, file: Path, score_thr: float) -> None:
+        """Write a picture with the detections that score at least ``score_thr``; ``image`` is RGB."""
+        self.inferencer.visualizer.add_datasample(
+            file.name, image, sample, draw_gt=False, pred_score_thr=score_thr, out_file=str(file)
+        )
+
+
+def _config_annotations(cfg: Config) -> dict | None:
+    dataset = innermost_dataset(cfg)
+    if not dataset.get("ann_file"):
+        return None
+    path = Path(dataset.get("data_root") or "", dataset.ann_file)
+    return read_annotations(path) if path.suffix == ".json" and path.is_file() else None

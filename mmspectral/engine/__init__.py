@@ -1,0 +1,1 @@
+"""Hooks and the launching of mmengine runs."""

@@ -1,0 +1,152 @@
+"""From a command line to the config of a run."""
+
+import argparse
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mmengine.hub
+from mmengine.config import Config, DictAction
+
+from mmspectral.compat.checkpoints import (
+    UnsafeCheckpointError,
+    refusal_reason,
+    use_safe_loading,
+    use_trusting_loading,
+)
+from mmspectral.configs_path import config_path
+
+
+class UsageError(ValueError):
+    """The command asks for something that cannot be done; the message says what to change."""
+
+
+def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
+    """Turn the errors that a user can mend into one line and the exit status 2, without a traceback."""
+
+    @functools.wraps(main)
+    def guarded(*args, **kwargs):
+        try:
+            main(*args, **kwargs)
+        except (UsageError, UnsafeCheckpointError) as error:
+            message = str(error)
+        except pickle.UnpicklingError as error:
+            # From a source whose loader is mmengine's own, such as torchvision://.
+            message = (
+                f"A checkpoint is not read, because reading it may run code from it ({refusal_reason(error)}). "
+                "Pass --trust-checkpoint if you trust every checkpoint that this config names."
+            )
+        else:
+            return
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    return guarded
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``CONFIG`` and ``--cfg-options``."""
+    parser.add_argument("config", help="config file, or the name of a shipped one such as mmspectral::xcit/...py")
+    parser.add_argument(
+        "--cfg-options",
+        nargs="+",
+        action=DictAction,
+        metavar="KEY=VALUE",
+        help='settings that replace those of the config, such as train_cfg.max_epochs=1; lists as key="[a,b]"',
+    )
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-checkpoint``; :func:`set_loading` acts on it."""
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="read checkpoints that hold more than tensors and log values, although this can run code from them",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a training and a test have in common: where results go and how processes are started."""
+    add_config_arguments(parser)
+    add_trust_argument(parser)
+    parser.add_argument("--work-dir", help="folder for logs and checkpoints (default: ./work_dirs/CONFIG_NAME)")
+    parser.add_argument("--launcher", choices=["none", "pytorch", "slurm", "mpi"], default="none", help="job launcher")
+    # torch.distributed.launch passes --local-rank from torch 2.0 on, and --local_rank before; torchrun passes neither.
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def set_loading(args: argparse.Namespace) -> None:
+    """Choose how this process reads checkpoints, from the argument of :func:`add_trust_argument`."""
+    if args.trust_checkpoint:
+        use_trusting_loading()
+    else:
+        use_safe_loading()
+
+
+def read_config(name: str, options: dict[str, Any] | None = None, import_modules: bool = True) -> Config:
+    """Read a config and merge the options of the command line into it.
+
+    Args:
+        name: Path of a file, or ``package::path`` for a config that an
+            OpenMMLab package or mmspectral ships.
+        options: Dotted names and their values, as ``--cfg-options`` gives them.
+        import_modules: Whether to import the config's ``custom_imports``; only
+            a config of another package always does.
+
+    Raises:
+        UsageError: There is no such config.
+    """
+    package, separator, path = name.rpartition("::")
+    try:
+        if package == "mmspectral":
+            cfg = Config.fromfile(config_path(path), import_custom_modules=import_modules)
+        elif separator:
+            cfg = mmengine.hub.get_config(name)
+        elif Path(name).is_file():
+            cfg = Config.fromfile(name, import_custom_modules=import_modules)
+        else:
+            raise UsageError(f"There is no config {name} in {Path.cwd()}.")
+    except FileNotFoundError as error:
+        raise UsageError(f"The config {name} cannot be read: {error}") from error
+    if options:
+        cfg.merge_from_dict(options)
+    return cfg
+
+
+def run_config(args: argparse.Namespace) -> Config:
+    """Return the config of a run from the arguments of :func:`add_run_arguments`.
+
+    Sets ``LOCAL_RANK`` in the environment where a launcher gave it as an
+    argument, and the way in which checkpoints are read.
+
+    Raises:
+        UsageError: There is no such config.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
+    set_loading(args)
+    cfg = read_config(args.config, args.cfg_options)
+    cfg.launcher = args.launcher
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get("work_dir") is None:
+        cfg.work_dir = str(Path("work_dirs", Path(args.config.rpartition("::")[2]).stem))
+    return cfg
+
+
+def host_package(cfg: Config) -> str:
+    """Return the package whose model the config describes: ``"mmdet"`` or ``"mmpretrain"``.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    model_type = cfg.model.type if isinstance(cfg.model.type, str) else cfg.model.type.__module__
+    host = model_type.partition(".")[0] if "." in model_type else cfg.get("default_scope")
+    if host not in ("mmdet", "mmpretrain"):
+        raise UsageError(
+            f"The model {model_type} belongs to neither mmdet nor mmpretrain; set default_scope to one of them."
+        )
+    return host

@@ -1,0 +1,112 @@
+"""What a test run may add to its config: pictures, predictions on disk, test-time augmentation."""
+
+from copy import deepcopy
+from pathlib import Path
+
+from mmengine.config import Config, ConfigDict
+from mmengine.evaluator import DumpResults
+
+from mmspectral.engine.runner.config import UsageError, host_package
+
+
+def innermost_dataset(cfg: Config) -> ConfigDict:
+    """Return the test dataset's settings below wrappers such as ``RepeatDataset``."""
+    dataset = cfg.test_dataloader.dataset
+    while "dataset" in dataset:
+        dataset = dataset["dataset"]
+    return dataset
+
+
+def show_predictions(cfg: Config, folder: str | None, window: bool = False, wait_time: float = 2.0) -> None:
+    """Draw the predictions of every test image; changes ``cfg`` in place.
+
+    Args:
+        cfg: Config of the test.
+        folder: Where the pictures go. mmdet puts it below the run's time
+            stamp in the work folder. None writes no pictures.
+        window: Show each picture.
+        wait_time: Seconds for which a window stays.
+
+    Raises:
+        UsageError: The config has no visualization hook, or it is mmpretrain's
+            and several views of each image come in.
+    """
+    hook = cfg.get("default_hooks", {}).get("visualization")
+    if hook is None:
+        raise UsageError(
+            "--show and --show-dir need a visualization hook: add the host's hook to the config's default_hooks, "
+            "visualization=dict(type='DetVisualizationHook') or visualization=dict(type='VisualizationHook')."
+        )
+    detection = host_package(cfg) == "mmdet"
+    if not detection and "module" in cfg.model:
+        raise UsageError("mmpretrain cannot draw with test-time augmentation; leave out either --tta or --show-dir.")
+    hook["draw" if detection else "enable"] = True
+    hook["interval"] = 1
+    if window:
+        hook["show"] = True
+        hook["wait_time"] = wait_time
+    if folder is not None:
+        hook["test_out_dir" if detection else "out_dir"] = folder
+
+
+def use_test_time_augmentation(cfg: Config) -> list[str]:
+    """Average the predictions of several views of each image; changes ``cfg`` in place.
+
+    Uses the config's ``tta_model`` and ``tta_pipeline``, else the host's model
+    on the image and its mirror image.
+
+    Returns:
+        One sentence if a default was taken.
+
+    Raises:
+        UsageError: The model predicts masks, which mmdet cannot merge.
+    """
+    detection = host_package(cfg) == "mmdet"
+    notes = []
+    if "tta_model" not in cfg:
+        notes.append("The config has no tta_model; the host's default is used.")
+        merging = dict(nms=dict(type="nms", iou_threshold=0.5), max_per_img=100)
+        cfg.tta_model = (
+            dict(type="mmdet.DetTTAModel", tta_cfg=merging) if detection else dict(type="mmpretrain.AverageClsScoreTTA")
+        )
+    merges_boxes = cfg.tta_model.type.rpartition(".")[2] == "DetTTAModel"
+    if merges_boxes and cfg.model.get("roi_head", {}).get("mask_head") is not None:
+        raise UsageError(
+            "mmdet cannot merge the masks of several views. Test without --tta, or the boxes alone with "
+            "--cfg-options model.roi_head.mask_head=None test_evaluator.metric=bbox."
+        )
+    dataset = innermost_dataset(cfg)
+    if "tta_pipeline" not in cfg:
+        notes.append("The config has no tta_pipeline; the image and its mirror image are used.")
+        *pipeline, packing = deepcopy(dataset.pipeline)
+        if detection:
+            packing["meta_keys"] = (
+                "img_id",
+                "img_path",
+                "ori_shape",
+                "img_shape",
+                "scale_factor",
+                "flip",
+                "flip_direction",
+            )
+        flips = [dict(type="RandomFlip", prob=1.0), dict(type="RandomFlip", prob=0.0)]
+        cfg.tta_pipeline = [*pipeline, dict(type="TestTimeAug", transforms=[flips, [packing]])]
+    cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
+    dataset.pipeline = cfg.tta_pipeline
+    return notes
+
+
+def predictions_writer(cfg: Config, path: str) -> DumpResults:
+    """Return the evaluator that writes a test's predictions to a pickle file.
+
+    Raises:
+        UsageError: The name of the file does not end in .pkl or .pickle.
+    """
+    if Path(path).suffix not in (".pkl", ".pickle"):
+        raise UsageError(f"--out writes a pickle file, and {path} does not end in .pkl or .pickle.")
+    if host_package(cfg) == "mmpretrain":
+        return DumpResults(out_file_path=path)
+    # Masks as run-length codes; imported here, so that classification does not need mmdet.
+    from mmdet.evaluation import DumpDetResults
+
+    return DumpDetResults(out_file_path=path)

@@ -1,0 +1,136 @@
+"""No code of a checkpoint runs, and what mmengine's Runner saves is read."""
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.logging import HistoryBuffer
+from mmengine.runner import load_checkpoint
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmspectral.compat.checkpoints import (
+    FORCE_SAFE,
+    FORCE_UNSAFE,
+    UnsafeCheckpointError,
+    load_from_local,
+    refusal_reason,
+    use_safe_loading,
+    use_trusting_loading,
+)
+
+
+class Reduced:
+    """Pickles as a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    """Restore mmengine's loaders and torch's switches after the test."""
+    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    for name in (FORCE_SAFE, FORCE_UNSAFE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def attack(tmp_path):
+    """A checkpoint of a linear layer that makes a folder when it is unpickled."""
+    state = dict(
+        state_dict=torch.nn.Linear(2, 2).state_dict(), meta=dict(time=Reduced(os.mkdir, str(tmp_path / "ran")))
+    )
+    path = tmp_path / "attack.pth"
+    torch.save(state, path)
+    return path
+
+
+def log_state():
+    buffer = HistoryBuffer()
+    for value in (3.0, 1.0, 2.0):
+        buffer.update(value)
+    return dict(
+        message_hub=dict(log_scalars=dict(loss=buffer), runtime_info=dict(best=np.float64(0.5), count=np.int64(7)))
+    )
+
+
+def test_what_the_runner_saves_is_read_back(tmp_path):
+    torch.save(log_state(), tmp_path / "log.pth")
+    hub = load_from_local(str(tmp_path / "log.pth"), "cpu")["message_hub"]
+    loss = hub["log_scalars"]["loss"]
+    assert (loss.mean(), loss.statistics("min"), loss.current()) == (2.0, 1.0, 2.0)
+    assert hub["runtime_info"] == dict(best=0.5, count=7)
+
+
+@pytest.mark.parametrize("core", ["core", "_core"])
+def test_numpy_values_are_read_whichever_numpy_wrote_them(tmp_path, core):
+    torch.save(log_state(), tmp_path / "here.pth")
+    with zipfile.ZipFile(tmp_path / "here.pth") as here, zipfile.ZipFile(tmp_path / "there.pth", "w") as there:
+        for name in here.namelist():
+            content = here.read(name)
+            for written in (b"numpy.core.", b"numpy._core."):
+                content = content.replace(written, f"numpy.{core}.".encode())
+            there.writestr(name, content)
+    hub = load_from_local(str(tmp_path / "there.pth"))["message_hub"]
+    assert hub["runtime_info"]["count"] == 7
+    assert hub["log_scalars"]["loss"].max() == 3.0
+
+
+@pytest.mark.parametrize("new_format", [True, False], ids=["zip", "legacy"])
+def test_a_call_is_refused_and_does_not_run(tmp_path, new_format):
+    path, ran = tmp_path / "attack.pth", tmp_path / "ran"
+    torch.save(dict(meta=Reduced(os.mkdir, str(ran))), path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(UnsafeCheckpointError, match=r"attack\.pth.*mkdir.*--trust-checkpoint"):
+        load_from_local(str(path))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(HistoryBuffer, "update"), (HistoryBuffer, "__init__"), (HistoryBuffer.min, "__globals__")],
+    ids=["other method", "constructor", "module of a method"],
+)
+def test_getattr_reaches_nothing_but_the_statistics_of_log_buffers(tmp_path, owner, name):
+    torch.save(dict(meta=Reduced(getattr, owner, name)), tmp_path / "reach.pth")
+    with pytest.raises(UnsafeCheckpointError, match=f"reach.pth.*{name}"):
+        load_from_local(str(tmp_path / "reach.pth"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
+        load_from_local(str(tmp_path / "nowhere.pth"))
+
+
+def test_mmengine_does_not_run_code_once_loading_is_safe(attack, loaders):
+    os.environ[FORCE_UNSAFE] = "1"
+    use_safe_loading()
+    with pytest.raises(UnsafeCheckpointError, match=r"attack\.pth"):
+        load_checkpoint(torch.nn.Linear(2, 2), str(attack))
+    with pytest.raises(pickle.UnpicklingError) as refused:
+        torch.load(attack, weights_only=False)
+    assert "mkdir" in refusal_reason(refused.value)
+    assert not attack.with_name("ran").exists()
+
+
+def test_trust_lifts_the_refusal(attack, loaders):
+    os.environ[FORCE_SAFE] = "1"
+    use_trusting_loading()
+    model = torch.nn.Linear(2, 2)
+    load_checkpoint(model, str(attack))
+    assert attack.with_name("ran").is_dir()
+
+
+def test_downloads_are_refused_by_name(attack, loaders, monkeypatch):
+    monkeypatch.setattr("mmengine.runner.checkpoint.load_url", lambda url, **_: torch.load(attack, weights_only=False))
+    use_safe_loading()
+    with pytest.raises(UnsafeCheckpointError, match="http://localhost/attack.pth.*mkdir"):
+        load_checkpoint(torch.nn.Linear(2, 2), "http://localhost/attack.pth")
+    assert not Path(attack.with_name("ran")).exists()

@@ -1,0 +1,260 @@
+"""predict.py: COCO results that pycocotools reads, ids, pictures, and classifiers."""
+
+import contextlib
+import copy
+import io
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from pycocotools import mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from mmspectral.apis import find_images, predict
+from mmspectral.apis.coco_ids import COCO_CATEGORY_IDS, category_ids, image_ids, read_annotations
+from mmspectral.engine.runner.config import UsageError
+
+CLASSES = ("disk", "square")
+
+DETECTOR = f"""
+_base_ = ["mmdet::_base_/models/mask-rcnn_r50_fpn.py", "mmdet::_base_/default_runtime.py"]
+model = dict(
+    backbone=dict(depth=18, base_channels=8, init_cfg=None),
+    neck=dict(in_channels=[8, 16, 32, 64], out_channels=16),
+    rpn_head=dict(in_channels=16, feat_channels=16),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=16),
+        bbox_head=dict(in_channels=16, fc_out_channels=16, num_classes=2),
+        mask_roi_extractor=dict(out_channels=16),
+        mask_head=dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=2),
+    ),
+    test_cfg=dict(rpn=dict(nms_pre=50, max_per_img=20), rcnn=dict(max_per_img=5)),
+)
+pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="Resize", scale=(96, 64), keep_ratio=True),
+    dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
+]
+test_dataloader = dict(
+    batch_size=1,
+    dataset=dict(
+        type="CocoDataset",
+        data_root="DATA",
+        ann_file="",
+        metainfo=dict(classes={CLASSES}),
+        pipeline=pipeline,
+    ),
+)
+"""
+
+
+def write_images(folder, names):
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        cv2.imwrite(str(folder / name), rng.integers(0, 255, (40, 60, 3), dtype=np.uint8))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    """A config file and an untrained checkpoint, whose detections all score about one third."""
+    folder = tmp_path_factory.mktemp("detector")
+    (folder / "config.py").write_text(DETECTOR.replace("DATA", str(folder)))
+    import mmdet.models  # noqa: F401
+    from mmdet.registry import MODELS
+
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        model = MODELS.build(Config.fromfile(folder / "config.py").model)
+    model.init_weights()
+    meta = dict(dataset_meta=dict(classes=CLASSES))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), folder / "named.pth")
+    torch.save(model.state_dict(), folder / "unnamed.pth")
+    return folder
+
+
+def run_detector(detector, images, out, **settings):
+    settings = dict(device="cpu", batch_size=2, score_thr=0.1) | settings
+    checkpoint = str(detector / settings.pop("checkpoint", "named.pth"))
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        return predict(Config.fromfile(detector / "config.py"), checkpoint, images, out, **settings)
+
+
+@pytest.fixture(scope="module")
+def predicted(detector, tmp_path_factory):
+    images = write_images(tmp_path_factory.mktemp("images"), ["000000000139.jpg", "cat.png", "b/1.bmp"])
+    (images / "broken.jpg").write_text("no image")
+    (images / "empty.jpg").touch()
+    out = tmp_path_factory.mktemp("out")
+    found = find_images([str(images), str(images / "b" / "*")])
+    return out, run_detector(detector, found, out)
+
+
+def coco_results(out, name):
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO(str(out / "images.json"))
+        return coco, coco.loadRes(str(out / name))
+
+
+def test_detections_are_coco_results(predicted):
+    out, result = predicted
+    coco, boxes = coco_results(out, "results.json")
+    assert {image["file_name"]: image["id"] for image in coco.dataset["images"]} == {
+        "000000000139.jpg": 139,
+        "cat.png": 3,
+        "b/1.bmp": 1,
+    }
+    assert coco.dataset["categories"] == [dict(id=1, name="disk"), dict(id=2, name="square")]
+    assert len(boxes.anns) == len(result.records) == 15
+    for record in json.loads((out / "results.json").read_text()):
+        x, y, width, height = record["bbox"]
+        assert x >= 0 and x + width <= 60 and y >= 0 and y + height <= 40
+        assert record["category_id"] in (1, 2)
+        assert record["segmentation"]["size"] == [40, 60]
+        assert 0 < record["score"] < 1
+
+
+def test_masks_are_measured_by_their_own_area(predicted):
+    out, _ = predicted
+    coco, masks = coco_results(out, "results.segm.json")
+    for annotation in masks.anns.values():
+        assert annotation["area"] == masks.annToMask(annotation).sum()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("results.json", "bbox"), ("results.segm.json", "segm")])
+def test_pycocotools_scores_the_predictions_against_themselves_as_perfect(predicted, name, kind):
+    out, _ = predicted
+    # One detection of each class and image: untrained boxes lie on each other, and each would be a second match.
+    records = [r for r in json.loads((out / name).read_text()) if mask.area(r["segmentation"]) > 0]
+    kept = {(record["image_id"], record["category_id"]): record for record in records}.values()
+    assert len(kept) >= 3
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO(str(out / "images.json"))
+        truth, found = (coco.loadRes(copy.deepcopy(list(kept))) for _ in range(2))
+        evaluation = COCOeval(truth, found, kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    assert evaluation.stats[0] == pytest.approx(1.0)
+
+
+def test_pictures_show_the_predictions(predicted, detector, tmp_path):
+    out, result = predicted
+    names = {path.relative_to(out / "vis").as_posix() for path in (out / "vis").rglob("*.*")}
+    assert names == {"000000000139.jpg", "cat.png", "b/1.bmp.jpg"}
+    image = next(path for path in result.unreadable).parent / "cat.png"
+    original = cv2.imread(str(image))
+    assert (cv2.imread(str(out / "vis" / "cat.png")) != original).any()
+    run_detector(detector, [image], tmp_path, score_thr=0.99)
+    assert (cv2.imread(str(tmp_path / "vis" / "cat.png")) == original).all()
+    run_detector(detector, [image], tmp_path / "none", pictures=False)
+    assert not (tmp_path / "none" / "vis").exists()
+
+
+def test_unreadable_images_are_left_out_and_reported(predicted):
+    _, result = predicted
+    assert [path.name for path in result.unreadable] == ["broken.jpg", "empty.jpg"]
+    assert {image["file_name"] for image in result.images}.isdisjoint({"broken.jpg", "empty.jpg"})
+
+
+def test_batches_do_not_change_the_detections(predicted, detector, tmp_path):
+    _, result = predicted
+    root = result.unreadable[0].parent
+    single = run_detector(detector, [root / image["file_name"] for image in result.images], tmp_path, batch_size=1)
+    for one, two in zip(single.records, result.records, strict=True):
+        assert one["category_id"] == two["category_id"]
+        assert one["bbox"] == pytest.approx(two["bbox"], abs=1e-2)
+        assert one["score"] == pytest.approx(two["score"], abs=1e-4)
+
+
+def test_ids_of_an_annotation_file_win(detector, predicted, tmp_path):
+    images = predicted[1].unreadable[0].parent
+    categories = [dict(id=7, name="square"), dict(id=5, name="disk")]
+    content = dict(images=[dict(id=900, file_name="x/cat.png")], categories=categories, annotations=[])
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    result = run_detector(detector, [images / "cat.png"], tmp_path, ann_file=str(tmp_path / "ann.json"))
+    assert {record["image_id"] for record in result.records} == {900}
+    assert {record["category_id"] for record in result.records} <= {5, 7}
+    assert json.loads((tmp_path / "images.json").read_text())["categories"] == [
+        dict(id=5, name="disk"),
+        dict(id=7, name="square"),
+    ]
+    with pytest.raises(UsageError, match=r"139\.jpg is not in the annotation file"):
+        run_detector(detector, [images / "000000000139.jpg"], tmp_path, ann_file=str(tmp_path / "ann.json"))
+
+
+def test_checkpoint_without_class_names_takes_those_of_the_config(detector, predicted, tmp_path):
+    images = predicted[1].unreadable[0].parent
+    result = run_detector(detector, [images / "cat.png"], tmp_path, checkpoint="unnamed.pth", pictures=False)
+    named = [record for record in predicted[1].records if record["image_id"] == 3]
+    assert [record["category_id"] for record in result.records] == [record["category_id"] for record in named]
+    categories = json.loads((tmp_path / "images.json").read_text())["categories"]
+    assert [category["name"] for category in categories] == list(CLASSES)
+
+
+def test_category_ids():
+    from mmdet.datasets import CocoDataset
+
+    coco = CocoDataset.METAINFO["classes"]
+    ids, source = category_ids(coco, coco_classes=coco)
+    assert source == "COCO's own"
+    by_name = dict(zip(coco, ids, strict=True))
+    # As in instances_val2017.json.
+    assert (by_name["person"], by_name["stop sign"], by_name["sink"], by_name["toothbrush"]) == (1, 13, 81, 90)
+    assert len(set(COCO_CATEGORY_IDS)) == 80
+    assert category_ids(coco[:2], coco_classes=coco) == ([1, 2], "counted from 1")
+    with pytest.raises(UsageError, match="square"):
+        category_ids(CLASSES, dict(categories=[dict(id=1, name="disk")]))
+
+
+def test_image_ids_are_unique():
+    names = ["a.jpg", "2.jpg", "02.jpg", "b.jpg", "1.jpg"]
+    assert image_ids([Path(name) for name in names]) == [3, 2, 4, 5, 1]
+    content = dict(images=[dict(id=1, file_name="x/a.jpg"), dict(id=2, file_name="y/a.jpg")])
+    assert image_ids([Path("/data/y/a.jpg"), Path("/data/x/a.jpg")], content) == [2, 1]
+    with pytest.raises(UsageError, match="not in the annotation file"):
+        image_ids([Path("/data/z/a.jpg")], content)
+
+
+@pytest.mark.parametrize("content", ["[1]", "no json", '{"images": []}'])
+def test_annotation_files_are_checked(tmp_path, content):
+    (tmp_path / "ann.json").write_text(content)
+    with pytest.raises(UsageError, match=r"ann\.json"):
+        read_annotations(tmp_path / "ann.json")
+
+
+def test_images_are_found_once(tmp_path):
+    write_images(tmp_path, ["b.JPG", "a.png", "sub/c.jpg"])
+    (tmp_path / "notes.txt").touch()
+    a, b, c = tmp_path / "a.png", tmp_path / "b.JPG", tmp_path / "sub" / "c.jpg"
+    assert find_images([str(tmp_path)]) == [a, b]
+    assert find_images([str(b), str(tmp_path), str(tmp_path / "**" / "*.jpg")]) == [b, a, c]
+    with pytest.raises(UsageError, match=r"nothing\*"):
+        find_images([str(tmp_path / "nothing*")])
+
+
+def test_the_command_classifies_and_reports_what_it_cannot_read(run_tool, toy_config, trained, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    for name, level in dict(dark=40, bright=200).items():
+        cv2.imwrite(str(images / f"{name}.jpg"), np.full((32, 32, 3), level, np.uint8))
+    (images / "broken.jpg").write_text("no image")
+    out = tmp_path / "out"
+    result = run_tool("predict.py", toy_config, trained[0] / "iter_2.pth", images, "-o", out, "--batch-size", 4)
+    assert result.returncode == 1
+    assert "broken.jpg" in result.stderr.splitlines()[-1]
+    records = json.loads((out / "results.json").read_text())
+    assert [(r["file_name"], r["class_index"], r["class_name"]) for r in records] == [
+        ("bright.jpg", 1, "bright"),
+        ("dark.jpg", 0, "dark"),
+    ]
+    assert all(0.5 < record["score"] < 1 for record in records)
+    assert {path.name for path in (out / "vis").iterdir()} == {"bright.jpg", "dark.jpg"}

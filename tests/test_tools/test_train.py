@@ -1,0 +1,287 @@
+"""train.py, test.py and print_config.py: their flags, and what they change in a config."""
+
+import argparse
+import json
+import os
+import pickle
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
+from mmspectral.engine.runner.config import UsageError, add_run_arguments, host_package, read_config, set_loading
+from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, prepare_cfg_for_device, set_resume
+from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scalars(work_dir):
+    """The logged training steps of the newest run in ``work_dir``, by iteration."""
+    newest = max(work_dir.glob("*/vis_data/scalars.json"), key=lambda file: file.stat().st_mtime)
+    rows = [json.loads(line) for line in newest.read_text().splitlines()]
+    return {row["iter"]: (row["lr"], row["loss"]) for row in rows if "loss" in row}
+
+
+@pytest.fixture
+def isolated(toy_config, tmp_path, monkeypatch):
+    """Work in an empty folder, and undo what a tool sets in its process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(toy_config).parent)
+    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    for name in (FORCE_SAFE, FORCE_UNSAFE, "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cpu")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cuda")
+
+
+def amp_config(**settings):
+    return Config(dict(optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1), **settings)))
+
+
+def test_amp_trains_in_float32_without_a_gpu_and_says_so(trained):
+    folder, output = trained
+    assert output.count("AmpOptimWrapper was replaced by OptimWrapper") == 1
+    assert set(scalars(folder)) == {1, 2}
+    assert "accuracy/top1" in output
+
+
+@pytest.mark.parametrize(
+    "flag", [["--resume"], pytest.param(["--resume", "CHECKPOINT"], marks=pytest.mark.slow)], ids=["auto", "path"]
+)
+def test_resumed_training_equals_uninterrupted_training(run_tool, toy_config, trained, tmp_path, flag):
+    longer = ["--cfg-options", "train_cfg.max_iters=4"]
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    assert run_tool("train.py", toy_config, "--work-dir", uninterrupted, *longer).returncode == 0
+    if flag == ["--resume"]:
+        shutil.copytree(trained[0], resumed)
+        # The folder was moved, and this file has the absolute path.
+        (resumed / "last_checkpoint").write_text(str(resumed / "iter_2.pth"))
+    else:
+        flag = ["--resume", str(trained[0] / "iter_2.pth")]
+    result = run_tool("train.py", toy_config, "--work-dir", resumed, *flag, *longer)
+    assert result.returncode == 0, result.stderr
+    expected = scalars(uninterrupted)
+    assert scalars(resumed) == {iteration: expected[iteration] for iteration in (3, 4)}
+
+
+def test_test_writes_predictions_and_pictures_and_merges_views(run_tool, toy_config, trained, tmp_path):
+    pictures = tmp_path / "pictures"
+    scores = {}
+    for name, flags in dict(plain=["--show-dir", pictures], merged=["--tta"]).items():
+        out = tmp_path / f"{name}.pkl"
+        arguments = [toy_config, trained[0] / "iter_2.pth", "--work-dir", tmp_path / name, "--out", out, *flags]
+        result = run_tool("test.py", *arguments)
+        assert result.returncode == 0, result.stderr
+        assert "accuracy/top1" in result.stdout + result.stderr
+        scores[name] = torch.stack([prediction["pred_score"] for prediction in pickle.loads(out.read_bytes())])
+    assert len(list(pictures.glob("*.png"))) == 16
+    assert scores["merged"].shape == scores["plain"].shape == (16, 2)
+    assert not torch.equal(scores["merged"], scores["plain"])
+
+
+def test_checkpoint_that_runs_code_is_refused_in_one_line(run_tool, toy_config, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save(dict(state_dict={}, meta=Attack()), tmp_path / "attack.pth")
+    result = run_tool("train.py", toy_config, "--work-dir", tmp_path, "--resume", tmp_path / "attack.pth")
+    assert result.returncode == 2
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("train.py: error:") and "attack.pth" in last and "--trust-checkpoint" in last
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "named"),
+    [
+        ("train.py", ["nowhere.py"], "nowhere.py"),
+        ("train.py", ["mmspectral::nowhere.py"], "nowhere.py"),
+        ("train.py", ["CONFIG", "--resume", "nowhere.pth"], "nowhere.pth"),
+        ("train.py", ["CONFIG", "--launcher", "pytorch"], "WORLD_SIZE"),
+        ("test.py", ["CONFIG", "nowhere.pth"], "nowhere.pth"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(toy_config, monkeypatch, capsys, isolated, tool, arguments, named):
+    arguments = [toy_config if argument == "CONFIG" else argument for argument in arguments]
+    monkeypatch.setattr("sys.argv", [tool, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{tool}: error: ") and named in last
+
+
+def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path):
+    (tmp_path / "child.py").write_text(f"_base_ = {toy_config!r}\ntrain_cfg = dict(max_iters=5)\n")
+    saved = tmp_path / "saved" / "resolved.py"
+    options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.5"]
+    result = run_tool("misc/print_config.py", tmp_path / "child.py", *options, "--save-path", saved)
+    assert result.returncode == 0, result.stderr
+    printed = Config.fromstring(result.stdout, ".py")
+    assert (printed.train_cfg.max_iters, printed.train_cfg.val_interval) == (5, 2)
+    assert printed.optim_wrapper.optimizer.lr == 0.5
+    assert Config.fromfile(saved).to_dict() == printed.to_dict()
+
+
+def test_shipped_configs_are_found_by_name():
+    name = "quickstart/mask-rcnn_spectral-xcit-d128-p8_fpn_shapes.py"
+    assert read_config(f"mmspectral::{name}", {"model.type": "FasterRCNN"}).model.type == "FasterRCNN"
+    with pytest.raises(UsageError, match="mask-rcnn_spectral-xcit-d128-p8_fpn_shapes"):
+        read_config("mmspectral::quickstart/mask-rcnn.py")
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+def test_both_spellings_of_local_rank(spelling):
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    assert parser.parse_args(["config.py", f"{spelling}=3"]).local_rank == 3
+
+
+@pytest.mark.parametrize(("flags", "switch"), [([], FORCE_SAFE), (["--trust-checkpoint"], FORCE_UNSAFE)])
+def test_checkpoints_are_read_safely_unless_trusted(isolated, flags, switch):
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    set_loading(parser.parse_args(["config.py", *flags]))
+    assert [name for name in (FORCE_SAFE, FORCE_UNSAFE) if os.environ.get(name) == "1"] == [switch]
+
+
+def test_amp_goes_from_every_wrapper_on_a_cpu(on_cpu):
+    cfg = amp_config()
+    enable_amp(cfg)
+    assert cfg.optim_wrapper.type == "AmpOptimWrapper"
+    assert len(prepare_cfg_for_device(cfg)) == 1
+    assert cfg.optim_wrapper == dict(type="OptimWrapper", optimizer=dict(type="AdamW", lr=0.1))
+    several = amp_config(
+        constructor="Several",
+        generator=dict(type="mmengine.AmpOptimWrapper", dtype="bfloat16", accumulative_counts=2),
+        critic=dict(type="OptimWrapper"),
+    )
+    assert len(prepare_cfg_for_device(several)) == 1
+    assert several.optim_wrapper.generator == dict(type="OptimWrapper", accumulative_counts=2)
+    assert prepare_cfg_for_device(several) == []
+
+
+def test_nothing_changes_on_a_gpu(on_gpu):
+    cfg = amp_config(type="AmpOptimWrapper", dtype="bfloat16")
+    cfg.merge_from_dict(dict(launcher="pytorch", model=dict(norm_cfg=dict(type="SyncBN"))))
+    before = cfg.to_dict()
+    assert prepare_cfg_for_device(cfg) == []
+    assert cfg.to_dict() == before
+
+
+def test_sync_norm_goes_only_with_cpu_ranks(on_cpu):
+    model = dict(neck=[dict(norm_cfg=dict(type="SyncBN", requires_grad=True))])
+    alone = Config(dict(launcher="none", model=model))
+    assert prepare_cfg_for_device(alone) == []
+    assert alone.model.neck[0].norm_cfg.type == "SyncBN"
+    ranks = Config(dict(launcher="pytorch", model=model, sync_bn="torch", model_wrapper_cfg=dict(bucket_cap_mb=1)))
+    assert len(prepare_cfg_for_device(ranks)) == 1
+    assert ranks.model.neck[0].norm_cfg == dict(type="BN", requires_grad=True)
+    assert "sync_bn" not in ranks
+    assert ranks.model_wrapper_cfg == dict(
+        type="MMDistributedDataParallel",
+        bucket_cap_mb=1,
+        broadcast_buffers=False,
+        find_unused_parameters=False,
+        device_ids=None,
+    )
+
+
+def test_lr_scaling_needs_the_base_batch_size():
+    cfg = Config(dict(auto_scale_lr=dict(base_batch_size=16)))
+    enable_lr_scaling(cfg)
+    assert cfg.auto_scale_lr.enable
+    for incomplete in (dict(), dict(auto_scale_lr=None), dict(auto_scale_lr=dict(enable=True))):
+        with pytest.raises(UsageError, match="base_batch_size"):
+            enable_lr_scaling(Config(incomplete))
+
+
+def test_resume_replaces_what_the_config_would_load(tmp_path):
+    (tmp_path / "last.pth").touch()
+    cfg = Config(dict(load_from="pretrained.pth"))
+    set_resume(cfg, str(tmp_path / "last.pth"))
+    assert (cfg.resume, cfg.load_from) == (True, str(tmp_path / "last.pth"))
+    set_resume(cfg, "auto")
+    assert (cfg.resume, cfg.load_from) == (True, None)
+
+
+def detection_config(**model):
+    pipeline = [dict(type="LoadImageFromFile"), dict(type="PackDetInputs", meta_keys=("img_id",))]
+    dataset = dict(type="RepeatDataset", dataset=dict(type="CocoDataset", pipeline=pipeline))
+    return Config(
+        dict(
+            default_scope="mmdet",
+            model=dict(type="FasterRCNN", **model),
+            test_dataloader=dict(dataset=dataset),
+            default_hooks=dict(visualization=dict(type="DetVisualizationHook")),
+        )
+    )
+
+
+def test_default_augmentation_of_a_detector():
+    cfg = detection_config()
+    assert len(use_test_time_augmentation(cfg)) == 2
+    assert (cfg.model.type, cfg.model.module.type) == ("mmdet.DetTTAModel", "FasterRCNN")
+    loading, views = cfg.test_dataloader.dataset.dataset.pipeline
+    assert loading.type == "LoadImageFromFile"
+    flips, (packing,) = views.transforms
+    assert sorted(flip.prob for flip in flips) == [0.0, 1.0]
+    assert {"flip", "flip_direction", "img_id"} <= set(packing.meta_keys)
+
+
+def test_augmentation_of_a_mask_head_is_refused():
+    with pytest.raises(UsageError, match="without --tta"):
+        use_test_time_augmentation(detection_config(roi_head=dict(mask_head=dict(type="FCNMaskHead"))))
+    use_test_time_augmentation(detection_config(roi_head=dict(mask_head=None)))
+
+
+def test_pictures_use_the_hook_of_the_host(toy_config):
+    cfg = detection_config()
+    show_predictions(cfg, "pictures", window=True, wait_time=0.5)
+    hook = cfg.default_hooks.visualization
+    assert (hook.draw, hook.show, hook.wait_time, hook.test_out_dir) == (True, True, 0.5, "pictures")
+    classifier = Config.fromfile(toy_config, import_custom_modules=False)
+    show_predictions(classifier, "pictures")
+    hook = classifier.default_hooks.visualization
+    assert (hook.enable, hook.out_dir, "show" in hook) == (True, "pictures", False)
+    use_test_time_augmentation(classifier)
+    with pytest.raises(UsageError, match="--tta or --show-dir"):
+        show_predictions(classifier, "pictures")
+    del cfg.default_hooks["visualization"]
+    with pytest.raises(UsageError, match="visualization hook"):
+        show_predictions(cfg, "pictures")
+
+
+def test_predictions_go_to_a_pickle_file():
+    with pytest.raises(UsageError, match=r"out\.json"):
+        predictions_writer(detection_config(), "out.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scope", "host"),
+    [("MaskRCNN", "mmdet", "mmdet"), ("mmpretrain.ImageClassifier", "mmdet", "mmpretrain"), ("X", "mmseg", None)],
+)
+def test_host_of_a_model(model_type, scope, host):
+    cfg = Config(dict(default_scope=scope, model=dict(type=model_type)))
+    if host is None:
+        with pytest.raises(UsageError, match="neither mmdet nor mmpretrain"):
+            host_package(cfg)
+    else:
+        assert host_package(cfg) == host

@@ -1,0 +1,54 @@
+"""Test a detector or a classifier on the test set of its config.
+
+usage: python tools/test.py CONFIG CHECKPOINT [--out FILE.pkl] [--show-dir DIR] [--tta]
+
+Several processes: tools/dist_test.sh, tools/slurm_test.sh.
+"""
+
+import argparse
+
+from mmengine.runner import Runner
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from mmspectral.engine.runner.config import add_run_arguments, report_usage_errors, run_config
+from mmspectral.engine.runner.launch import launch_run, require_checkpoint
+from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Test a detector or a classifier")
+    add_run_arguments(parser)
+    parser.add_argument("checkpoint", help="checkpoint file or URL")
+    parser.add_argument("--out", metavar="FILE", help="write the predictions to this pickle file")
+    parser.add_argument("--show", action="store_true", help="show each picture with its predictions")
+    parser.add_argument("--show-dir", metavar="DIR", help="write each picture with its predictions to this folder")
+    parser.add_argument("--wait-time", type=float, default=2.0, help="seconds for which --show shows a picture")
+    parser.add_argument("--tta", action="store_true", help="merge the predictions of several views of each image")
+    return parser.parse_args()
+
+
+@record
+@report_usage_errors
+def main() -> None:
+    args = parse_args()
+    cfg = run_config(args)
+    require_checkpoint(args.checkpoint)
+    cfg.load_from = args.checkpoint
+    cfg.resume = False
+    writer = predictions_writer(cfg, args.out) if args.out else None
+    notes = use_test_time_augmentation(cfg) if args.tta else []
+    if args.show or args.show_dir:
+        show_predictions(cfg, args.show_dir, window=args.show, wait_time=args.wait_time)
+
+    def test(runner: Runner) -> None:
+        for note in notes:
+            runner.logger.info(note)
+        if writer:
+            runner.test_evaluator.metrics.append(writer)
+        runner.test()
+
+    launch_run(cfg, test)
+
+
+if __name__ == "__main__":
+    main()
