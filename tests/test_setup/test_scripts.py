@@ -1,0 +1,177 @@
+"""The shell scripts around set-up and launching, with stand-ins for what they start."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools"
+
+
+def run(*command, **env):
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PORT", "NNODES", "GPUS", "SRUN_ARGS")
+        and not key.startswith("MMSPECTRAL_")
+    }
+    return subprocess.run(
+        list(map(str, command)), env={**clean, **{k: str(v) for k, v in env.items()}}, capture_output=True, text=True
+    )
+
+
+def program(path, *lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    """A program that prints its arguments as a JSON list."""
+    script = tmp_path / "record.py"
+    script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    return program(tmp_path / "recorder" / "record", f'exec "{sys.executable}" "{script}" "$@"')
+
+
+SOURCE = f"""
+set -euo pipefail
+source "{TOOLS}/setup_env.sh"
+printf '%s\\n' "$MMSPECTRAL_PYTHON" "$MMSPECTRAL_SETUP_SECONDS" "${{PATH%%:*}}" "${{PYTHONPATH%%:*}}"
+"""
+
+
+def test_active_environment_that_satisfies_is_used_as_it_is(tmp_path):
+    # This interpreter's environment is one: the tests run in it.
+    done = run("bash", "-c", SOURCE, VIRTUAL_ENV=sys.prefix, MMSPECTRAL_VENV=tmp_path / "venv")
+    assert done.returncode == 0, done.stderr
+    python, seconds, first_on_path, first_on_pythonpath = done.stdout.splitlines()
+    assert Path(python).parent == Path(first_on_path) == Path(sys.prefix) / "bin"
+    assert int(seconds) < 5
+    assert first_on_pythonpath == str(ROOT)
+    assert "as it is" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def unsatisfied(tmp_path):
+    """The environment variables of a machine whose Python lacks everything and cannot make virtual environments."""
+    program(tmp_path / "bin" / "python3", '[[ "$1" == -c ]] || exit 1', f'[[ "$2" != *print* ]] || echo {tmp_path}')
+    program(tmp_path / "active" / "bin" / "python", "exit 1")
+    return {"VIRTUAL_ENV": tmp_path / "active", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path, unsatisfied):
+    precious = tmp_path / "home" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=precious.parent, **unsatisfied)
+    assert done.returncode == 1
+    assert "is not empty and not a virtual environment; set MMSPECTRAL_VENV to another folder" in done.stderr
+    assert precious.read_text() == "years of work"
+    assert done.stdout == ""
+
+
+def test_missing_venv_module_is_named(tmp_path, unsatisfied):
+    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=tmp_path / "venv", **unsatisfied)
+    assert done.returncode == 1
+    assert "apt-get install python3-venv" in done.stderr
+
+
+def test_interrupted_set_up_is_made_anew(tmp_path, unsatisfied):
+    leftover = tmp_path / "venv" / "lib" / "half-installed"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("")
+    (tmp_path / "venv" / ".mmspectral-unfinished").write_text("")
+    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=tmp_path / "venv", **unsatisfied)
+    assert "was interrupted; making it anew" in done.stderr
+    assert not leftover.exists()
+    assert (tmp_path / "venv" / ".mmspectral-unfinished").exists(), "the next run could not tell that this one failed"
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock, set-ups do not wait for each other")
+def test_only_one_set_up_at_a_time(tmp_path, unsatisfied):
+    venv = tmp_path / "venv"
+    holder = subprocess.Popen(
+        ["flock", f"{venv}.lock", "bash", "-c", "echo held; sleep 1.5"], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=venv, **unsatisfied)
+    assert "waiting for another set-up" in done.stderr
+    assert holder.poll() == 0, "the set-up went on while the lock was held"
+
+
+@pytest.mark.parametrize("script", ["dist_train", "dist_test", "slurm_train", "slurm_test"])
+def test_launchers_explain_themselves_when_arguments_are_missing(script):
+    done = run("bash", TOOLS / f"{script}.sh", "config.py")
+    assert done.returncode == 2
+    assert f"usage: bash tools/{script}.sh " in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "launched"),
+    [
+        ("dist_train", ["my config.py", "4"], ["train.py", "my config.py"]),
+        ("dist_test", ["my config.py", "best model.pth", "4"], ["test.py", "my config.py", "best model.pth"]),
+    ],
+)
+def test_distributed_launch_on_one_machine(recorder, script, arguments, launched):
+    extra = ["--cfg-options", "a.b=[1, 2]", ""]
+    done = run("bash", TOOLS / f"{script}.sh", *arguments, *extra, MMSPECTRAL_PYTHON=recorder)
+    got = json.loads(done.stdout)
+    at = got.index(str(TOOLS / launched[0]))
+    assert got[at:] == [str(TOOLS / launched[0]), *launched[1:], "--launcher", "pytorch", *extra]
+    assert got[:6] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "4"]
+    assert "--standalone" in got[:at]
+    assert "--master-port" not in got
+
+
+def test_distributed_launch_on_several_machines(recorder):
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "PORT": "29123"}
+    done = run("bash", TOOLS / "dist_train.sh", "config.py", "8", MMSPECTRAL_PYTHON=recorder, **env)
+    got = json.loads(done.stdout)
+    options = dict(zip(got[2:-4:2], got[3:-4:2], strict=True))
+    assert options == {
+        "--nnodes": "2",
+        "--nproc-per-node": "8",
+        "--node-rank": "1",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "29123",
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "launched"),
+    [
+        ("slurm_train", ["train.py", "my config.py", "--work-dir", "last one"]),
+        ("slurm_test", ["test.py", "my config.py", "last one"]),
+    ],
+)
+def test_slurm_launch(recorder, script, launched):
+    recorder.rename(recorder.with_name("srun"))
+    done = run(
+        "bash",
+        TOOLS / f"{script}.sh",
+        "gpu",
+        "a job",
+        "my config.py",
+        "last one",
+        "--resume",
+        PATH=f"{recorder.parent}:{os.environ['PATH']}",
+        GPUS=4,
+        SRUN_ARGS="--time 1:00:00 --exclusive",
+        MMSPECTRAL_PYTHON="the python",
+    )
+    got = json.loads(done.stdout)
+    at = got.index("the python")
+    assert got[at:] == ["the python", "-u", str(TOOLS / launched[0]), *launched[1:], "--launcher", "slurm", "--resume"]
+    assert got[:4] == ["--partition", "gpu", "--job-name", "a job"]
+    assert got[4:8] == ["--ntasks", "4", "--ntasks-per-node", "4"]
+    assert got[at - 3 : at] == ["--time", "1:00:00", "--exclusive"]
