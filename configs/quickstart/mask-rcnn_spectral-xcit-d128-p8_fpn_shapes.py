@@ -1,0 +1,66 @@
+"""The quick start: a small spectral XCiT Mask R-CNN on the embedded shapes.
+
+Expected and measured figures: README.md, "Measured here".
+Run: bash tools/quickstart.sh, or python tools/train.py with this file.
+"""
+
+_base_ = [
+    "mmdet::_base_/models/mask-rcnn_r50_fpn.py",
+    "../_base_/datasets/shapes_instance.py",
+    "mmdet::_base_/schedules/schedule_1x.py",
+    "mmdet::_base_/default_runtime.py",
+]
+
+num_classes = 4
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type="mmspectral.SpectralXCiT",
+        arch=dict(embed_dims=128, depth=6, num_heads=4),
+        patch_size=8,
+        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
+        out_type="featmap",
+        out_indices=(1, 2, 3, 5),
+        bn_norm_cfg=dict(type="SyncBN"),
+    ),
+    neck=[
+        dict(
+            type="mmspectral.Feature2Pyramid",
+            in_channels=128,
+            scales=(2, 1, 0.5, 0.25),
+            norm_cfg=dict(type="SyncBN"),
+        ),
+        dict(type="FPN", in_channels=[128] * 4, out_channels=96, num_outs=5),
+    ],
+    # Narrow heads and few samples: two CPU cores finish in minutes.
+    rpn_head=dict(in_channels=96, feat_channels=96),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=96, roi_layer=dict(sampling_ratio=2)),
+        bbox_head=dict(in_channels=96, fc_out_channels=256, num_classes=num_classes),
+        mask_roi_extractor=dict(out_channels=96, roi_layer=dict(sampling_ratio=2)),
+        mask_head=dict(num_convs=2, in_channels=96, conv_out_channels=64, num_classes=num_classes),
+    ),
+    train_cfg=dict(
+        rpn=dict(sampler=dict(num=128)),
+        rpn_proposal=dict(nms_pre=300, max_per_img=200),
+        rcnn=dict(sampler=dict(num=64)),
+    ),
+    test_cfg=dict(rpn=dict(nms_pre=300, max_per_img=100)),
+)
+
+max_epochs = 9
+train_cfg = dict(max_epochs=max_epochs, val_interval=3)
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type="AdamW", lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05),
+    paramwise_cfg=dict(custom_keys={"norm": dict(decay_mult=0.0)}),
+    clip_grad=dict(max_norm=10.0),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=50),
+    dict(
+        type="CosineAnnealingLR", by_epoch=True, begin=0, end=max_epochs, T_max=max_epochs, convert_to_iter_based=True
+    ),
+]
+auto_scale_lr = dict(base_batch_size=4)
+default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=1, max_keep_ckpts=3))
+randomness = dict(seed=0)

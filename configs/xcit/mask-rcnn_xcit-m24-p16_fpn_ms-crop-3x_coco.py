@@ -1,0 +1,6 @@
+"""Stock twin: no conditioning, from a stock ImageNet checkpoint. Not trained here."""
+
+_base_ = "./mask-rcnn_spectral-xcit-m24-p16_fpn_ms-crop-3x_coco.py"
+
+pretrained = "work_dirs/xcit-medium-24-p16_8xb128_in1k/epoch_400.pth"
+model = dict(backbone=dict(conditioning=None, init_cfg=dict(checkpoint=pretrained)))
