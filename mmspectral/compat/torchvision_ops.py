@@ -1,0 +1,255 @@
+"""mmcv's operators on torchvision, with the calling conventions of its compiled extension.
+
+Only what Mask R-CNN and its relatives need; any other operator raises when it
+is called. Half-precision inputs are computed in float32 and rounded once:
+torchvision's CPU kernels refuse bfloat16.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor
+
+__all__ = [
+    "get_compiler_version",
+    "get_compiling_cuda_version",
+    "nms",
+    "roi_align_backward",
+    "roi_align_forward",
+    "sigmoid_focal_loss_backward",
+    "sigmoid_focal_loss_forward",
+    "softnms",
+]
+
+HOW_TO_COMPILE = (
+    "install mmcv with its compiled operators: a prebuilt wheel or a source build of onedl-mmcv "
+    "for your torch and CUDA, or `mim install mmcv` for the original packages"
+)
+
+
+def unavailable(name: str) -> Callable:
+    """Return what stands in for an operator that is not served: it raises when it is called.
+
+    Raises:
+        AttributeError: The name begins with an underscore, so it is none of mmcv's operators.
+    """
+    if name.startswith("_"):
+        raise AttributeError(f"module 'mmcv._ext' has no attribute {name!r}")
+
+    def operator(*args, **kwargs):
+        raise RuntimeError(
+            f"mmcv's operator {name!r} is not available: mmcv has no compiled extension here, and mmspectral serves "
+            "only nms, soft-nms, average RoIAlign and sigmoid focal loss from torchvision. "
+            f"To use it, {HOW_TO_COMPILE}."
+        )
+
+    operator.__name__ = name
+    return operator
+
+
+def get_compiler_version() -> str:
+    """Say for mmcv's environment report that nothing was compiled."""
+    return "not compiled (torchvision operators by mmspectral)"
+
+
+def get_compiling_cuda_version() -> str:
+    """Say for mmcv's environment report that nothing was compiled."""
+    return "not compiled (torchvision operators by mmspectral)"
+
+
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Return the indices of the kept boxes by falling score.
+
+    Equal scores keep the order of the input, which mmcv's sort leaves open.
+
+    Args:
+        boxes: [N, 4] as x1, y1, x2, y2.
+        scores: [N].
+        iou_threshold: A box is dropped when its IoU with a kept one is above it.
+        offset: 0, or 1 if x2 and y2 are the last pixels inside a box.
+    """
+    boxes, scores = _with_offset(_float(boxes), offset), _float(scores)
+    # mmcv compares in the precision of the boxes: an IoU of 0.1 is not above a threshold of 0.1.
+    threshold = torch.tensor(iou_threshold, dtype=boxes.dtype).item()
+    return torchvision.ops.nms(boxes, scores, threshold)
+
+
+def softnms(
+    boxes: Tensor,
+    scores: Tensor,
+    dets: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> Tensor:
+    """Run soft-NMS (arXiv 1704.04503), writing boxes and decayed scores into ``dets``.
+
+    Two boxes without area do not overlap; mmcv's 0 / 0 turns their scores into NaN.
+
+    Args:
+        boxes: [N, 4].
+        scores: [N].
+        dets: Output [N, 5], one row per kept box in order of selection.
+        iou_threshold: Overlap from which methods 0 and 1 decay a score.
+        sigma: Divisor of the squared overlap in method 2.
+        min_score: A box whose decayed score falls below it is dropped.
+        method: 0 (drop), 1 (linear) or 2 (Gaussian).
+        offset: As in :func:`nms`.
+
+    Returns:
+        Indices of the kept boxes, in the order of the rows of ``dets``.
+    """
+    corners, left = _with_offset(_float(boxes), offset), _float(scores).clone()
+    waiting = torch.arange(len(boxes), device=boxes.device)
+    kept: list[Tensor] = []
+    while waiting.numel():
+        best = left[waiting].argmax()
+        index = waiting[best].clone()
+        dets[len(kept), :4], dets[len(kept), 4] = boxes[index], left[index]
+        kept.append(index)
+        # Equal scores are taken in the order of the queue, so the queue is kept in mmcv's order:
+        # its first box moves to where the best one stood.
+        waiting[best] = waiting[0]
+        waiting = waiting[1:]
+        overlap = torchvision.ops.box_iou(corners[index][None], corners[waiting])[0].nan_to_num()
+        if method == 2:
+            left[waiting] *= torch.exp(-overlap.square() / sigma)
+        else:
+            decay = torch.zeros_like(overlap) if method == 0 else 1 - overlap
+            left[waiting] *= torch.where(overlap >= iou_threshold, decay, torch.ones_like(overlap))
+        waiting = _keep(waiting, left[waiting] >= min_score)
+    return torch.stack(kept) if kept else waiting
+
+
+def roi_align_forward(
+    input: Tensor,
+    rois: Tensor,
+    output: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Write average RoIAlign (arXiv 1703.06870) of ``input`` [B, C, H, W] into ``output`` [K, C, h, w].
+
+    Args:
+        input: Feature maps.
+        rois: [K, 5] as index into the batch, x1, y1, x2, y2.
+        output: Output.
+        argmax_y: Unused; of the maximum.
+        argmax_x: Unused; of the maximum.
+        aligned_height: h.
+        aligned_width: w.
+        spatial_scale: Factor from the boxes' coordinates to those of the feature maps.
+        sampling_ratio: Samples along each side of a bin, or 0 for about one per pixel.
+        pool_mode: 1, the average.
+        aligned: Pixel i spans i to i + 1; otherwise its centre lies at i.
+
+    Raises:
+        RuntimeError: ``pool_mode`` is not 1.
+    """
+    _require_average(pool_mode)
+    size = (aligned_height, aligned_width)
+    output.copy_(_roi_align(_float(input), rois, size, spatial_scale, sampling_ratio, aligned))
+
+
+def roi_align_backward(
+    grad_output: Tensor,
+    rois: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    grad_input: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Add the gradient of :func:`roi_align_forward` to ``grad_input`` [B, C, H, W].
+
+    Raises:
+        RuntimeError: ``pool_mode`` is not 1.
+    """
+    _require_average(pool_mode)
+    # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
+    # function costs a forward pass, but its backward kernel refuses to run on CUDA under
+    # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
+    features = _float(grad_input).detach().requires_grad_()
+    with torch.enable_grad():
+        size = (aligned_height, aligned_width)
+        pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, aligned)
+    grad_input.add_(torch.autograd.grad(pooled, features, _float(grad_output))[0])
+
+
+def sigmoid_focal_loss_forward(
+    input: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
+) -> None:
+    """Write the focal loss (arXiv 1708.02002) of logits [N, C] and labels [N] into ``output`` [N, C].
+
+    A label outside 0..C-1 makes its row background. ``weight`` is empty or
+    holds one factor per class; background has factor 1.
+    """
+    output.copy_(_focal_loss(_float(input), target, weight, gamma, alpha))
+
+
+def sigmoid_focal_loss_backward(
+    input: Tensor, target: Tensor, weight: Tensor, grad_input: Tensor, gamma: float, alpha: float
+) -> None:
+    """Write the gradient of the summed :func:`sigmoid_focal_loss_forward` into ``grad_input`` [N, C]."""
+    logits = _float(input).detach().requires_grad_()
+    with torch.enable_grad():
+        loss = _focal_loss(logits, target, weight, gamma, alpha).sum()
+    grad_input.copy_(torch.autograd.grad(loss, logits)[0])
+
+
+def _roi_align(
+    features: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float, sampling_ratio: int, aligned: bool
+) -> Tensor:
+    return torchvision.ops.roi_align(features, rois.to(features), size, spatial_scale, sampling_ratio, aligned)
+
+
+def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    positive = target[:, None] == classes
+    margin = torch.where(positive, logits, -logits)
+    # torchvision.ops.sigmoid_focal_loss takes a power of 1 - p, which is 0 for a confident logit: its gradient is NaN
+    # for gamma below 1. In logarithms nothing is rounded away.
+    unbalanced = -torch.exp(gamma * F.logsigmoid(-margin)) * F.logsigmoid(margin)
+    loss = torch.where(positive, alpha * unbalanced, (1 - alpha) * unbalanced)
+    if weight.numel():
+        # The background row of weight is the last one, where -1 and C both lead.
+        rows = torch.where(positive.any(dim=1), target, -1)
+        loss = loss * F.pad(_float(weight), (0, 1), value=1.0)[rows][:, None]
+    return loss
+
+
+def _require_average(pool_mode: int) -> None:
+    if pool_mode != 1:
+        raise RuntimeError(f"torchvision has no RoIAlign with pool_mode='max'; use 'avg', or {HOW_TO_COMPILE}.")
+
+
+def _keep(queue: Tensor, keep: Tensor) -> Tensor:
+    """Shorten ``queue`` to where ``keep`` is true, filling gaps from the end as mmcv does."""
+    count = int(keep.sum())
+    head, tail = keep[:count], keep[count:]
+    shortened = queue[:count].clone()
+    shortened[~head] = queue[count:][tail].flip(0)
+    return shortened
+
+
+def _with_offset(boxes: Tensor, offset: int) -> Tensor:
+    """Turn inclusive far corners into exclusive ones: widths become x2 - x1 + offset."""
+    return boxes + boxes.new_tensor([0, 0, offset, offset]) if offset else boxes
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor

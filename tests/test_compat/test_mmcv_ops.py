@@ -1,0 +1,128 @@
+"""Who serves ``mmcv._ext``: the finder yields to a compiled extension and hides no broken one."""
+
+import importlib.util
+import sysconfig
+
+import pytest
+
+from mmspectral.compat import mmcv_ops, mmcv_ops_backend
+
+REPORT = "from mmspectral.compat import mmcv_ops_backend\nprint(mmcv_ops_backend())"
+# -S leaves out site-packages: neither mmcv nor torchvision is there.
+BARE = ("-S", "-c")
+
+
+@pytest.fixture
+def fake_mmcv(tmp_path):
+    """An mmcv without anything in it; tests put a ``_ext`` beside its ``__init__.py``."""
+    package = tmp_path / "site" / "mmcv"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    return package
+
+
+@pytest.fixture
+def stand_in():
+    """The stand-in as a module of its own, so that it is tested beside a compiled extension too."""
+    finder = mmcv_ops.TorchvisionExtensionFinder()
+    spec = finder.find_spec("mmcv._ext", [])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_installing_the_finder_imports_nothing_heavy(fresh_process):
+    # Without mmengine, which imports torch itself.
+    result = fresh_process(
+        "import sys\nsys.modules['mmengine'] = None\nimport mmspectral.compat.mmcv_ops, mmspectral\n"
+        "print(sorted({'torch', 'torchvision', 'mmcv', 'mmspectral.compat.torchvision_ops'} & set(sys.modules)))"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_finder_is_installed_once_and_last(fresh_process):
+    result = fresh_process(
+        "import sys\nimport mmspectral\nfrom mmspectral.compat.mmcv_ops import install\ninstall()\n"
+        "print([i - len(sys.meta_path) for i, f in enumerate(sys.meta_path) if 'Torchvision' in type(f).__name__])"
+    )
+    assert result.stdout.strip() == "[-1]", result.stderr
+
+
+def test_finder_serves_one_module(stand_in):
+    finder = mmcv_ops.TorchvisionExtensionFinder()
+    for name in ("mmcv", "mmcv.ops", "mmcv._extension", "_ext", "mmcv._ext.nms"):
+        assert finder.find_spec(name, []) is None
+    assert stand_in.__spec__.origin == "mmspectral.compat.torchvision_ops"
+
+
+def test_compiled_extension_wins(fresh_process, fake_mmcv):
+    (fake_mmcv / "_ext.py").write_text("nms = 'compiled'")
+    result = fresh_process(f"import mmspectral, mmcv._ext\nprint(mmcv._ext.nms)\n{REPORT}", fake_mmcv.parent)
+    assert result.stdout.split() == ["compiled", "compiled"], result.stderr
+
+
+def test_broken_extension_is_not_masked(fresh_process, fake_mmcv):
+    name = f"_ext{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (fake_mmcv / name).write_bytes(b"not a shared library")
+    result = fresh_process("import mmspectral, mmcv._ext", fake_mmcv.parent)
+    assert "ImportError" in result.stderr and name in result.stderr
+    report = fresh_process(REPORT, fake_mmcv.parent)
+    assert report.stdout.startswith("broken: ") and name in report.stdout, report.stderr
+
+
+def test_extension_of_another_python_is_not_masked(fresh_process, fake_mmcv):
+    binary = fake_mmcv / "_ext.cpython-36m-x86_64-linux-gnu.so"
+    binary.touch()
+    report = fresh_process(REPORT, fake_mmcv.parent)
+    assert report.stdout.startswith(f"broken: {binary} was built for another Python"), report.stderr
+    finder = mmcv_ops.TorchvisionExtensionFinder()
+    with pytest.raises(ImportError, match="remove the file"):
+        finder.find_spec("mmcv._ext", [str(fake_mmcv)])
+    binary.unlink()
+    assert finder.find_spec("mmcv._ext", [str(fake_mmcv)]) is not None
+
+
+def test_extension_that_fails_while_it_loads_is_reported(fresh_process, fake_mmcv):
+    (fake_mmcv / "_ext.py").write_text("raise RuntimeError('undefined symbol: _ZN2at')")
+    assert fresh_process(REPORT, fake_mmcv.parent).stdout.strip() == "broken: undefined symbol: _ZN2at"
+    (fake_mmcv / "_ext.py").write_text("import libtorch_of_2021")
+    assert fresh_process(REPORT, fake_mmcv.parent).stdout.strip() == "broken: No module named 'libtorch_of_2021'"
+
+
+def test_without_mmcv_the_ordinary_error(fresh_process):
+    result = fresh_process("import mmspectral\nimport mmcv._ext", arguments=BARE)
+    assert result.stderr.strip().endswith("ModuleNotFoundError: No module named 'mmcv'")
+    assert fresh_process(REPORT, arguments=BARE).stdout.strip() == "missing"
+
+
+def test_without_torchvision_the_ordinary_error(fresh_process, fake_mmcv):
+    result = fresh_process("import mmspectral\nimport mmcv._ext", fake_mmcv.parent, arguments=BARE)
+    assert result.stderr.strip().endswith("ModuleNotFoundError: No module named 'mmcv._ext'")
+    assert fresh_process(REPORT, fake_mmcv.parent, arguments=BARE).stdout.strip() == "missing"
+
+
+def test_any_other_operator_raises_when_it_is_called(stand_in):
+    operator = stand_in.deform_conv_forward
+    with pytest.raises(RuntimeError, match=r"'deform_conv_forward' is not available.*onedl-mmcv.*mim install mmcv"):
+        operator(1, weight=2)
+
+
+@pytest.mark.parametrize("name", ["__path__", "__wrapped__", "_ipython_display_"])
+def test_private_names_are_absent(stand_in, name):
+    with pytest.raises(AttributeError, match=name):
+        getattr(stand_in, name)
+
+
+def test_environment_report_of_mmcv_says_that_nothing_was_compiled(stand_in):
+    assert stand_in.get_compiler_version().startswith("not compiled")
+    assert stand_in.get_compiling_cuda_version().startswith("not compiled")
+
+
+@pytest.mark.skipif(mmcv_ops_backend() != "torchvision", reason="this mmcv has compiled operators")
+def test_mmcv_names_the_operator_that_is_missing():
+    import mmcv.ops
+    import torch
+
+    boxes = torch.tensor([[5.0, 5.0, 4.0, 2.0, 0.3]])
+    with pytest.raises(RuntimeError, match="'box_iou_rotated' is not available"):
+        mmcv.ops.box_iou_rotated(boxes, boxes)
