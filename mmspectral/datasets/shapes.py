@@ -26,8 +26,8 @@ _DEFAULT_SEED = 0
 _MIN_SIZE = 64
 # Content hashes of the default sets, see `_write`.
 _EXPECTED = {
-    "train": "119723cfa0e2f3ad567887578e9f899054583ff9abaf9dd214740f1e07826eca",
-    "val": "4705d6d5d8585296845b5d4ae2c35c9fbf7e2856bbbe062fd1032288781f2fd1",
+    "train": "9414d2a9d41e8f7af199162b5346b5374ada975af83850013eb70a39463da3fa",
+    "val": "d376e4ff76347b8d4b102c2692b2ef8ff4c6d0ced7dab1ba7af694b800ec60a6",
 }
 _MANIFEST = "manifest.json"
 

@@ -12,19 +12,10 @@ from typing import Any
 import cv2
 import numpy as np
 
+from mmspectral.datasets.shapes_palette import Palette
+
 CLASSES = ("circle", "square", "triangle", "star")
 
-# Bright RGB colours; the backgrounds stay darker and duller. One image uses each at most once.
-_COLOURS = (
-    (235, 60, 60),
-    (70, 205, 80),
-    (80, 120, 245),
-    (240, 220, 60),
-    (225, 90, 225),
-    (70, 220, 225),
-    (250, 150, 50),
-    (240, 240, 240),
-)
 # Target areas at 160 pixels, inside COCO's small (below 32 squared), medium and large (above 96 squared).
 _AREAS = {"small": (200.0, 900.0), "medium": (1300.0, 6000.0), "large": (10500.0, 14500.0)}
 _REFERENCE_SIZE = 160
@@ -186,11 +177,12 @@ def _paint(rng: np.random.Generator, image: np.ndarray, mask: np.ndarray, colour
     image[mask] = np.asarray(colour, dtype=np.int32) + shift
 
 
-def _crowd(rng: np.random.Generator, image: np.ndarray, colour: Sequence[int]) -> _Instance:
+def _crowd(rng: np.random.Generator, image: np.ndarray, palette: Palette) -> _Instance:
     """Paint a cluster of tiny shapes of one class and return it as one instance."""
     size = image.shape[0]
     scale = size / _REFERENCE_SIZE
     label = _below(rng, len(CLASSES))
+    colour = palette.of(label)
     middle_x, middle_y = _between(rng, 0.25, 0.75) * size, _between(rng, 0.25, 0.75) * size
     spread = 28 * scale
     visible = np.zeros((size, size), dtype=bool)
@@ -203,7 +195,7 @@ def _crowd(rng: np.random.Generator, image: np.ndarray, colour: Sequence[int]) -
 
 
 def _add_shape(
-    rng: np.random.Generator, image: np.ndarray, instances: list[_Instance], range_name: str, colour: Sequence[int]
+    rng: np.random.Generator, image: np.ndarray, instances: list[_Instance], range_name: str, palette: Palette
 ) -> None:
     """Paint one more shape in front, if a place for it is found, and update what it hides."""
     size = image.shape[0]
@@ -224,7 +216,7 @@ def _add_shape(
         if traced is None:
             continue
         instances[:] = [*behind, _Instance(label, full_area, *traced)]
-        _paint(rng, image, mask, colour)
+        _paint(rng, image, mask, palette.of(label))
         return
 
 
@@ -284,13 +276,12 @@ def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarr
     image = _background(rng, size)
     instances: list[_Instance] = []
     if index % 25 != 24:
-        order = np.argsort(rng.random(len(_COLOURS)), kind="stable")
-        colours = iter([_COLOURS[i] for i in order])
+        palette = Palette(rng)
         if index % 10 == 7:
-            instances.append(_crowd(rng, image, next(colours)))
+            instances.append(_crowd(rng, image, palette))
         elif index % 2 == 0:
-            _add_shape(rng, image, instances, "large", next(colours))
+            _add_shape(rng, image, instances, "large", palette)
         for _ in range(2 + _below(rng, _MAX_SHAPES - 2)):
-            _add_shape(rng, image, instances, "small" if rng.random() < 0.45 else "medium", next(colours))
+            _add_shape(rng, image, instances, "small" if rng.random() < 0.45 else "medium", palette)
     image = np.clip(image + _noise(rng, (size, size, 1), 12), 0, 255).astype(np.uint8)
     return image, [_annotation(instance) for instance in instances]
