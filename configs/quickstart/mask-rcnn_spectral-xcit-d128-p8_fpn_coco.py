@@ -1,4 +1,4 @@
-"""The quick-start model on a COCO folder, images of at most 384 x 512 pixels: a check of your data, not a competitor.
+"""The quick-start model on a COCO folder, images of at most 240 x 320 pixels: a check of your data, not a competitor.
 
 Run: MMSPECTRAL_COCO=data/coco/ python tools/train.py with this file.
 """
@@ -17,13 +17,13 @@ model = dict(
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
-    dict(type="mmdet.Resize", scale=(512, 384), keep_ratio=True),
+    dict(type="mmdet.Resize", scale=(320, 240), keep_ratio=True),
     dict(type="mmdet.RandomFlip", prob=0.5),
     dict(type="mmdet.PackDetInputs"),
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
-    dict(type="mmdet.Resize", scale=(512, 384), keep_ratio=True),
+    dict(type="mmdet.Resize", scale=(320, 240), keep_ratio=True),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(
         type="mmdet.PackDetInputs",

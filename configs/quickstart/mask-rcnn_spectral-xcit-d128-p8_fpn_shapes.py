@@ -47,6 +47,7 @@ model = dict(
             fc_out_channels=256,
             num_classes=num_classes,
             reg_class_agnostic=True,
+            loss_bbox=dict(loss_weight=2.0),
         ),
         mask_roi_extractor=dict(out_channels=64, roi_layer=dict(sampling_ratio=2)),
         mask_head=dict(
@@ -62,18 +63,18 @@ model = dict(
 )
 
 max_epochs = 7
-train_cfg = dict(max_epochs=max_epochs, val_interval=4)
+train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
 optim_wrapper = dict(
-    optimizer=dict(_delete_=True, type="AdamW", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.05),
+    optimizer=dict(_delete_=True, type="AdamW", lr=8e-4, betas=(0.9, 0.999), weight_decay=0.05),
     paramwise_cfg=dict(custom_keys={"norm": dict(decay_mult=0.0)}),
     clip_grad=dict(max_norm=10.0),
 )
 param_scheduler = [
-    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=50),
+    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=100),
     dict(
         type="CosineAnnealingLR", by_epoch=True, begin=0, end=max_epochs, T_max=max_epochs, convert_to_iter_based=True
     ),
 ]
-auto_scale_lr = dict(base_batch_size=4)
-default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=1, max_keep_ckpts=3))
+auto_scale_lr = dict(base_batch_size=2)
+default_hooks = dict(logger=dict(interval=20), checkpoint=dict(interval=1, max_keep_ckpts=3))
 randomness = dict(seed=0)

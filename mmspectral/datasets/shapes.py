@@ -26,8 +26,8 @@ _DEFAULT_SEED = 0
 _MIN_SIZE = 64
 # Content hashes of the default sets, see `_write`.
 _EXPECTED = {
-    "train": "9414d2a9d41e8f7af199162b5346b5374ada975af83850013eb70a39463da3fa",
-    "val": "d376e4ff76347b8d4b102c2692b2ef8ff4c6d0ced7dab1ba7af694b800ec60a6",
+    "train": "66b5a27bcdeda22a9fe07355c51a20e45a3051943c726ff1cb4756472f35ec2b",
+    "val": "35ed952262516849591eda4609beb93742bf485f1be299127540438f3bce3362",
 }
 _MANIFEST = "manifest.json"
 

@@ -17,13 +17,13 @@ from mmspectral.datasets.shapes_palette import Palette
 CLASSES = ("circle", "square", "triangle", "star")
 
 # Target areas at 160 pixels, inside COCO's small (below 32 squared), medium and large (above 96 squared).
-_AREAS = {"small": (200.0, 900.0), "medium": (1300.0, 6000.0), "large": (10500.0, 14500.0)}
+_AREAS = {"small": (450.0, 950.0), "medium": (1300.0, 6000.0), "large": (10500.0, 14500.0)}
 _REFERENCE_SIZE = 160
 _SUBPIXELS = 16
 _MAX_SHAPES = 6
 _TRIES = 40
 # A later shape may hide at most this part of an earlier one.
-_MAX_HIDDEN = 0.5
+_MAX_HIDDEN = 0.3
 # Visible pieces below this number of pixels are slivers of rasterisation: left out of the annotation.
 _MIN_PIECE = 16
 

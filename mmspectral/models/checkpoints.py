@@ -143,6 +143,7 @@ def _keep_function(
 ) -> int:
     """Replace, in ``state``, W of the file by W + C_file - C_model where the two corrections differ."""
     changed = 0
+    wanted = set(backbone.state_dict())
     own = conditioned_projections(backbone)
     if trained_with_conditioning is None:
         foreign = {name: _from_metadata(metadata.get(f"{name}.", {}), source) for name in _modules_of(state)}
@@ -150,7 +151,7 @@ def _keep_function(
         foreign = {name: (m.correction, m.layout) for name, m in own.items()} if trained_with_conditioning else {}
     for name in sorted(set(own) | {name for name, found in foreign.items() if found}):
         key = f"{name}.weight"
-        if key not in state:
+        if key not in state or key not in wanted:
             continue
         ours = (own[name].correction, own[name].layout) if name in own else None
         theirs = foreign.get(name)

@@ -156,3 +156,19 @@ def test_compiles_without_a_graph_break():
                 torch.testing.assert_close(a, b)
                 (grad_a,), (grad_b,) = (torch.autograd.grad(y.float().sum(), x, retain_graph=True) for y in (a, b))
                 torch.testing.assert_close(grad_a, grad_b)
+
+
+def test_conditions_and_folds_a_timm_model():
+    """The example of the README, on a model that is not ours."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3).eval()
+    x = torch.randn(2, 3, 32, 32)
+    stock = model(x)
+    for block in model.blocks:
+        condition_linear(block.attn, "qkv", IdentityCorrection(1.0), ("q", "k", "v"), 3, "[3][heads][d]")
+    conditioned = model(x)
+    assert len(conditioned_projections(model)) == 12
+    assert not torch.allclose(conditioned, stock)
+    fold(model)
+    torch.testing.assert_close(model(x), conditioned, rtol=1e-4, atol=1e-4)

@@ -159,3 +159,12 @@ def test_file_that_lost_its_metadata(tmp_path, x):
     again = build(CONDITIONING, init_cfg=pretrained(tmp_path / "bare.pth", trained_with_conditioning=True))
     again.init_weights()
     assert torch.equal(trained(x)[0], again.eval()(x)[0])
+
+
+def test_corrections_of_blocks_that_are_not_built_do_not_matter(tmp_path):
+    """A dense backbone drops the class-attention blocks of a classifier, and with them their correction."""
+    trained = build(CONDITIONING, class_attention_conditioning=CONDITIONING)
+    torch.save(trained.state_dict(), tmp_path / "classifier.pth")
+    dense = build(CONDITIONING, out_type="featmap", init_cfg=pretrained(tmp_path / "classifier.pth"))
+    dense.init_weights()
+    assert torch.equal(dense.xca_layers[1].attn.qkv.weight, trained.xca_layers[1].attn.qkv.weight)

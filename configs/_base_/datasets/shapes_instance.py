@@ -20,7 +20,7 @@ test_pipeline = [
 ]
 
 train_dataloader = dict(
-    batch_size=4,
+    batch_size=2,
     dataset=dict(
         _delete_=True,
         type="mmspectral.ShapesDataset",
