@@ -133,3 +133,5 @@ def use_trusting_loading() -> None:
     os.environ.pop(FORCE_SAFE, None)
     # The original mmengine does not say how to load, and torch >= 2.6 then refuses.
     os.environ[FORCE_UNSAFE] = "1"
+    CheckpointLoader.register_scheme("", loader=mmengine_checkpoint.load_from_local, force=True)
+    CheckpointLoader.register_scheme(("http://", "https://"), loader=mmengine_checkpoint.load_from_http, force=True)

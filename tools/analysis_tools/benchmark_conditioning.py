@@ -57,6 +57,7 @@ def build(args: argparse.Namespace, variant: str) -> torch.nn.Module:
         out_indices=ours.out_indices,
     )
     stock.load_state_dict(ours.state_dict(), strict=False)
+    stock.cls_token.requires_grad_(False)  # unused by feature maps
     stock.train()
     return stock
 
