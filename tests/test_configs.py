@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mmengine.runner  # noqa: F401 - fills the root registries
 import pytest
 import torch
 from mmengine.config import Config
@@ -77,7 +78,6 @@ def test_everything_in_it_builds(name, tmp_path):
             HOOKS.build(hook)
         for part in ("train", "val", "test"):
             dataset = cfg[f"{part}_dataloader"].dataset
-            assert DATASETS.get(dataset.type) is not None
             if "Shapes" in dataset.type:
                 continue  # built for real in tests/test_datasets and the quick start
             DATASETS.build(dict(dataset, lazy_init=True) if "times" not in dataset else dataset_of(dataset))
