@@ -1,19 +1,26 @@
 """Floor 2: ``nn.Module``s and what acts on them; needs torch and no OpenMMLab."""
 
+from mmspectral.layers.base import Conditioning, build_conditioning, register_conditioning
 from mmspectral.layers.conditioning import Sites, condition_linear, conditioned_projections, fold, unfold
-from mmspectral.layers.corrections import Correction, IdentityCorrection, build_correction, register_correction
+from mmspectral.layers.corrections import Correction, IdentityCorrection
 from mmspectral.layers.projections import METADATA_KEY, ConditionedLinear
+from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 
 __all__ = [
     "METADATA_KEY",
     "ConditionedLinear",
+    "Conditioning",
     "Correction",
     "IdentityCorrection",
+    "Saturation",
     "Sites",
-    "build_correction",
+    "attention_layers",
+    "build_conditioning",
     "condition_linear",
     "conditioned_projections",
     "fold",
-    "register_correction",
+    "probe_tokens",
+    "register_conditioning",
+    "saturation",
     "unfold",
 ]

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import nn
 
+from mmspectral.layers.base import Conditioning
 from mmspectral.layers.corrections import Correction
 from mmspectral.layers.projections import ConditionedLinear
 from mmspectral.ops import ProjectionLayout
@@ -13,24 +14,29 @@ Sites = dict[str, tuple[Correction, ProjectionLayout]]
 
 
 def condition_linear(
-    parent: nn.Module, name: str, correction: Correction | None, roles: tuple[str, ...], num_heads: int, row_order: str
+    parent: nn.Module,
+    name: str,
+    conditioning: Conditioning | None,
+    roles: tuple[str, ...],
+    num_heads: int,
+    row_order: str,
 ) -> None:
     """Put a conditioned projection, with the same parameters, in the place of ``parent.name``.
 
-    Does nothing when ``correction`` is None or targets none of ``roles``.
+    Does nothing when ``conditioning`` is None or targets none of ``roles``.
 
     Args:
         parent: Module that holds the projection.
         name: Attribute name of an ``nn.Linear``.
-        correction: How C is made.
+        conditioning: What is done to it.
         roles: Which of q, k, v the weight holds, in row order.
         num_heads: Number of heads.
         row_order: See :class:`mmspectral.ops.ProjectionLayout`.
     """
-    if correction is None or not set(roles) & set(correction.targets):
+    if conditioning is None or not set(roles) & set(conditioning.targets):
         return
     layout = ProjectionLayout(roles, num_heads, row_order)
-    setattr(parent, name, ConditionedLinear.from_linear(getattr(parent, name), correction, layout))
+    setattr(parent, name, conditioning.replace(getattr(parent, name), layout))
 
 
 def conditioned_projections(model: nn.Module) -> dict[str, ConditionedLinear]:
@@ -85,7 +91,7 @@ def unfold(model: nn.Module, sites: Sites) -> None:
         linear = modules[name]
         with torch.no_grad():
             linear.weight.copy_(correction.uncorrected(linear.weight, layout))
-        _replace(model, name, ConditionedLinear.from_linear(linear, correction, layout))
+        _replace(model, name, correction.replace(linear, layout))
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

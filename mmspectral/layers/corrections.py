@@ -4,22 +4,20 @@ A correction is not state (no parameter, not in ``state_dict``): it follows from
 its settings. It is built from a dict, ``dict(type='IdentityCorrection', scale=10.0)``.
 """
 
-import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.layers.base import Conditioning, register_conditioning
+from mmspectral.layers.projections import ConditionedLinear
 from mmspectral.ops import ProjectionLayout
 
-PREFIX = "mmspectral."
-_CORRECTIONS: dict[str, type["Correction"]] = {}
 
-
-class Correction(ABC):
-    """Base of all corrections.
+class Correction(Conditioning):
+    """Base of all corrections C: the projection computes x (W + C)^T.
 
     Args:
         scope: ``"full"`` takes each D x E projection as the matrix to condition,
@@ -36,14 +34,10 @@ class Correction(ABC):
     def __init__(
         self, scope: str = "full", targets: Sequence[str] = ("q", "k", "v"), preserve_function: bool = False
     ) -> None:
+        super().__init__(targets)
         if scope not in ops.SCOPES:
             raise ValueError(f"{type(self).__name__}: scope must be one of {ops.SCOPES}, got {scope!r}.")
-        if not targets or not set(targets) <= {"q", "k", "v"} or isinstance(targets, str):
-            raise ValueError(
-                f"{type(self).__name__}: targets must be a non-empty list out of q, k, v, got {targets!r}."
-            )
         self.scope = scope
-        self.targets = tuple(targets)
         self.preserve_function = preserve_function
 
     @abstractmethod
@@ -62,41 +56,14 @@ class Correction(ABC):
         """Return the W of which ``weight`` is W + C [P * D, E]."""
         return weight - self.matrix(weight, layout)
 
+    def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
+        return ConditionedLinear.from_linear(linear, self, layout)
+
     def settings(self) -> dict:
-        """Return the dict that builds this correction again (without loading policy)."""
-        return dict(type=type(self).__name__, scope=self.scope, targets=list(self.targets))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Correction) and self.settings() == other.settings()
-
-    def __hash__(self) -> int:
-        return hash(repr(self.settings()))
-
-    def __repr__(self) -> str:
-        settings = self.settings()
-        name = settings.pop("type")
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+        return dict(super().settings(), scope=self.scope)
 
 
-def register_correction(cls: type[Correction]) -> type[Correction]:
-    """Make a correction available to ``conditioning=dict(type=...)`` under its class name.
-
-    Raises:
-        TypeError: Not a subclass of :class:`Correction`.
-        ValueError: Another class has the name.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, Correction)):
-        raise TypeError(f"a correction must subclass mmspectral.layers.Correction, got {cls!r}.")
-    known = _CORRECTIONS.setdefault(cls.__name__, cls)
-    if known is not cls and known.__module__ != cls.__module__:
-        raise ValueError(
-            f"the name {cls.__name__} is taken by {known.__module__}.{known.__qualname__}; choose another."
-        )
-    _CORRECTIONS[cls.__name__] = cls
-    return cls
-
-
-@register_correction
+@register_conditioning
 class IdentityCorrection(Correction):
     """C = lambda * I_k (arXiv 2603.07162, Theorem 3.8; the paper's choice is lambda = 10).
 
@@ -138,38 +105,3 @@ class IdentityCorrection(Correction):
 
     def settings(self) -> dict:
         return dict(super().settings(), scale=self.scale)
-
-
-def build_correction(cfg: dict | Correction | None) -> Correction | None:
-    """Build a correction from ``conditioning=dict(type=..., ...)``.
-
-    Args:
-        cfg: None (no conditioning), a correction, or a dict whose ``type`` is a
-            name known to :func:`register_correction`, bare or with the prefix
-            ``mmspectral.``. ``_scope_``, which config inheritance adds, is ignored.
-
-    Raises:
-        TypeError: Not a dict, or an argument that the type does not have.
-        KeyError: Unknown type.
-    """
-    if cfg is None or isinstance(cfg, Correction):
-        return cfg
-    if not isinstance(cfg, dict) or not isinstance(cfg.get("type"), str):
-        raise TypeError(f"conditioning must be None or a dict with a string 'type', got {cfg!r}.")
-    arguments = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
-    name = cfg["type"].removeprefix(PREFIX)
-    if name not in _CORRECTIONS:
-        raise KeyError(
-            f"unknown conditioning type {cfg['type']!r}; known: {', '.join(sorted(_CORRECTIONS))}. "
-            "Register your own class with mmspectral.layers.register_correction."
-        )
-    cls = _CORRECTIONS[name]
-    accepted = list(inspect.signature(cls).parameters)
-    unknown = sorted(set(arguments) - set(accepted))
-    if unknown:
-        raise TypeError(
-            f"conditioning type {name} has no argument {', '.join(map(repr, unknown))}; "
-            f"it takes {', '.join(accepted)}. "
-            "If a parent config set it for another type, write `_delete_=True` into the child's conditioning dict."
-        )
-    return cls(**arguments)

@@ -1,10 +1,16 @@
 """A linear projection whose effective weight is W + C."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from mmspectral.layers.corrections import Correction
 from mmspectral.ops import ProjectionLayout
+
+if TYPE_CHECKING:
+    from mmspectral.layers.corrections import Correction
 
 METADATA_KEY = "conditioning"
 
@@ -46,7 +52,7 @@ class ConditionedLinear(nn.Linear):
         self.register_state_dict_post_hook(_write_metadata)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, correction: Correction, layout: ProjectionLayout) -> "ConditionedLinear":
+    def from_linear(cls, linear: nn.Linear, correction: Correction, layout: ProjectionLayout) -> ConditionedLinear:
         """Return a conditioned projection that shares the parameters of ``linear``."""
         conditioned = cls(
             linear.in_features, linear.out_features, correction, layout, linear.bias is not None, device="meta"

@@ -5,7 +5,7 @@ from mmpretrain.models.backbones.xcit import XCA, ClassAttntion
 from torch import Tensor
 
 from mmspectral import ops
-from mmspectral.layers import build_correction, condition_linear
+from mmspectral.layers import build_conditioning, condition_linear
 from mmspectral.registry import MODELS
 
 
@@ -22,7 +22,7 @@ class SpectralXCA(XCA):
         qkv_bias: Whether the fused projection has a bias.
         attn_drop: Dropout on the attention matrix.
         proj_drop: Dropout on the output.
-        conditioning: None, or a dict for :func:`mmspectral.layers.build_correction`.
+        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
         init_cfg: As in mmengine's ``BaseModule``.
     """
 
@@ -38,7 +38,7 @@ class SpectralXCA(XCA):
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, init_cfg)
         condition_linear(
-            self, "qkv", build_correction(conditioning), ("q", "k", "v"), num_heads, row_order="[3][heads][d]"
+            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), num_heads, row_order="[3][heads][d]"
         )
 
     @classmethod
@@ -61,16 +61,25 @@ class SpectralXCA(XCA):
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""
         B, N, D = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, D // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 4, 1).unbind(0)  # each [B, h, d, N]
+        q, k, v = self._project(x)
         attn_drop = self.attn_drop.p if self.training else 0.0
         x = ops.cross_covariance_attention(q, k, v, self.temperature, attn_drop)
         x = x.permute(0, 3, 1, 2).reshape(B, N, D)
         return self.proj_drop(self.proj(x))
 
+    def attention_logits(self, x: Tensor) -> Tensor:
+        """Return what the softmax is taken of, [B, h, d, d], for tokens [B, N, D]."""
+        q, k, _ = self._project(x)
+        return ops.cross_covariance_logits(q, k, self.temperature)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, N, D = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, D // self.num_heads)
+        return qkv.permute(2, 0, 3, 4, 1).unbind(0)  # each [B, h, d, N]
+
 
 def condition_class_attention(attention: ClassAttntion, conditioning: dict | None) -> None:
     """Condition the separate q, k and v projections of a class-attention layer, in place."""
-    correction = build_correction(conditioning)
+    correction = build_conditioning(conditioning)
     for role in ("q", "k", "v"):
         condition_linear(attention, role, correction, (role,), attention.num_heads, row_order="[3][heads][d]")

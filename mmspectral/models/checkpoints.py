@@ -10,7 +10,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
 from mmspectral.compat.checkpoints import FORCE_UNSAFE, load_from_http, load_from_local
-from mmspectral.layers import METADATA_KEY, Correction, build_correction, conditioned_projections
+from mmspectral.layers import METADATA_KEY, Correction, build_conditioning, conditioned_projections
 from mmspectral.ops import ProjectionLayout
 
 PREFIXES = ("", "backbone.", "module.", "module.backbone.")
@@ -176,7 +176,7 @@ def _from_metadata(entry: Mapping, source: str) -> tuple[Correction, ProjectionL
     settings = dict(entry[METADATA_KEY])
     try:
         layout = ProjectionLayout(**settings.pop("layout"))
-        return build_correction(settings), layout
+        return build_conditioning(settings), layout
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source} was trained with a correction that cannot be built here: {error}") from error
 

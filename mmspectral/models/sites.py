@@ -1,12 +1,16 @@
 """What every backbone of ours has in common: attention sites, loud loading, its outputs described."""
 
+import warnings
 from collections.abc import Iterable
 
+import torch
 from mmengine.model.weight_init import PretrainedInit
 from torch import nn
 
-from mmspectral.layers import build_correction, conditioned_projections
+from mmspectral.layers import attention_layers, build_conditioning, conditioned_projections, probe_tokens, saturation
 from mmspectral.models.checkpoints import load_backbone
+
+SATURATED = 0.05  # of maximal entropy
 
 
 class ConditionedBackbone:
@@ -20,6 +24,7 @@ class ConditionedBackbone:
     """
 
     scratch_init_cfg: dict
+    probe_length = 196  # tokens that one attention sees: 224-pixel images in patches of 16
 
     def init_weights(self) -> None:
         """Initialise from scratch, then load the checkpoint that ``init_cfg`` names, if any."""
@@ -43,11 +48,34 @@ class ConditionedBackbone:
             return projection.correction.settings()
         return None
 
+    def warn_if_saturated(self) -> None:
+        """Warn when attention starts one-hot; call it at the end of ``__init__``.
+
+        Measures the first attention layer on probe tokens of correlation .5, at
+        the weights it has then (torch's default draw); the correction decides.
+        """
+        layers = attention_layers(self)
+        projections = conditioned_projections(self)
+        if not layers or not projections or next(iter(projections.values())).weight.is_meta:
+            return
+        name, layer = next(iter(layers.items()))
+        tokens = probe_tokens(self.probe_length, next(iter(projections.values())).in_features, correlation=0.5)
+        with torch.no_grad():
+            measured = saturation(layer.attention_logits(tokens))
+        if measured.relative_entropy < SATURATED:
+            warnings.warn(
+                f"{type(self).__name__} with {self.conditioning}: attention of {name} starts with "
+                f"{100 * measured.relative_entropy:.1f} % of the entropy of uniform attention on tokens of correlation "
+                f"0.5 (largest logit {measured.largest_logit:.0f}): nearly one-hot, which mostly trains badly. "
+                "Use a smaller scale, targets=('v',), or preserve_norm; see the saturation table in the README.",
+                stacklevel=3,
+            )
+
 
 def validate_conditioning(*settings: dict | None) -> None:
     """Raise for a wrong ``conditioning`` dict before anything is built."""
     for cfg in settings:
-        build_correction(cfg)
+        build_conditioning(cfg)
 
 
 def freeze(modules: Iterable[nn.Module]) -> None:

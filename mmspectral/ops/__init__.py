@@ -1,6 +1,6 @@
 """Floor 1: pure functions of tensors, needing only torch; float64 twins in :mod:`mmspectral.ops.reference`."""
 
-from mmspectral.ops.cross_covariance import cross_covariance_attention
+from mmspectral.ops.cross_covariance import cross_covariance_attention, cross_covariance_logits
 from mmspectral.ops.layout import ROW_ORDERS, ProjectionLayout
 from mmspectral.ops.spectral import (
     SCOPES,
@@ -21,6 +21,7 @@ __all__ = [
     "condition_number",
     "conditioned_linear",
     "cross_covariance_attention",
+    "cross_covariance_logits",
     "identity_diagonal",
     "identity_output",
     "singular_values",

@@ -24,12 +24,18 @@ def cross_covariance_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Ten
     Returns:
         [B, h, d, N] in the dtype of ``v``.
     """
+    attn = cross_covariance_logits(q, k, temperature).softmax(dim=-1)  # [B, h, d, d]
+    attn = F.dropout(attn, attn_drop)
+    with torch.autocast(q.device.type, enabled=False):
+        return attn.to(v.dtype) @ v
+
+
+def cross_covariance_logits(q: Tensor, k: Tensor, temperature: Tensor) -> Tensor:
+    """Return q^ k^T * temperature [B, h, d, d] in float32 (float64 for float64 input); arguments as above."""
     with torch.autocast(q.device.type, enabled=False):
         q_hat = F.normalize(_at_least_float32(q), dim=-1)
         k_hat = F.normalize(_at_least_float32(k), dim=-1)
-        attn = (q_hat @ k_hat.transpose(-2, -1)) * _at_least_float32(temperature)  # [B, h, d, d]
-        attn = F.dropout(attn.softmax(dim=-1), attn_drop)
-        return attn.to(v.dtype) @ v
+        return (q_hat @ k_hat.transpose(-2, -1)) * _at_least_float32(temperature)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -5,22 +5,22 @@ import pytest
 import torch
 from torch import nn
 
-from mmspectral.layers import Correction, IdentityCorrection, build_correction, register_correction
-from mmspectral.layers.corrections import _CORRECTIONS
+from mmspectral.layers import Correction, IdentityCorrection, build_conditioning, register_conditioning
+from mmspectral.layers.base import _TYPES
 from mmspectral.ops import ProjectionLayout
 
 
 @pytest.mark.parametrize("type_name", ["IdentityCorrection", "mmspectral.IdentityCorrection"])
 def test_builds_from_a_dict_under_any_scope(type_name):
-    correction = build_correction(dict(type=type_name, _scope_="mmdet", scale=3, scope="head", targets=["q"]))
+    correction = build_conditioning(dict(type=type_name, _scope_="mmdet", scale=3, scope="head", targets=["q"]))
     assert correction == IdentityCorrection(3.0, "head", ("q",))
-    assert build_correction(correction) is correction
-    assert build_correction(None) is None
+    assert build_conditioning(correction) is correction
+    assert build_conditioning(None) is None
 
 
 def test_settings_round_trip():
     correction = IdentityCorrection(2.5, "head", ("k", "v"), preserve_function=True)
-    again = build_correction(correction.settings())
+    again = build_conditioning(correction.settings())
     assert again == correction
     assert not again.preserve_function, "how weights are loaded is no property of C"
     assert copy.deepcopy(correction) == pickle.loads(pickle.dumps(correction)) == correction
@@ -32,7 +32,7 @@ def test_unknown_argument_names_type_arguments_and_remedy():
     with pytest.raises(
         TypeError, match=r"IdentityCorrection has no argument 'interval'.*takes scale, scope.*_delete_=True"
     ):
-        build_correction(dict(type="IdentityCorrection", scale=1.0, interval=4))
+        build_conditioning(dict(type="IdentityCorrection", scale=1.0, interval=4))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_unknown_argument_names_type_arguments_and_remedy():
 )
 def test_errors(cfg, error, match):
     with pytest.raises(error, match=match):
-        build_correction(cfg)
+        build_conditioning(cfg)
 
 
 def test_users_own_correction():
@@ -63,17 +63,17 @@ def test_users_own_correction():
             return weight + 1
 
     with pytest.raises(TypeError, match="must subclass"):
-        register_correction(nn.Linear)
+        register_conditioning(nn.Linear)
     try:
-        assert register_correction(AllOnes) is AllOnes
-        correction = build_correction(dict(type="AllOnes", targets=["v"]))
+        assert register_conditioning(AllOnes) is AllOnes
+        correction = build_conditioning(dict(type="AllOnes", targets=["v"]))
         layout = ProjectionLayout(("v",), 1)
         assert torch.equal(correction.matrix(torch.zeros(2, 3), layout), torch.ones(2, 3))
         impostor = type("AllOnes", (AllOnes,), {"__module__": "elsewhere"})
         with pytest.raises(ValueError, match="taken"):
-            register_correction(impostor)
+            register_conditioning(impostor)
     finally:
-        _CORRECTIONS.pop("AllOnes", None)
+        _TYPES.pop("AllOnes", None)
 
 
 @pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("q", "k", "v")])

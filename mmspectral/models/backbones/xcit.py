@@ -116,6 +116,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             block.attn = SpectralXCA.from_stock(block.attn, conditioning)
         for block in self.ca_layers:
             condition_class_attention(block.attn, class_attention_conditioning)
+        self.warn_if_saturated()
 
     @property
     def out_channels(self) -> list[int]:
