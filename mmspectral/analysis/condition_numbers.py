@@ -36,10 +36,10 @@ def projection_conditions(model: nn.Module) -> list[ProjectionCondition]:
     """
     rows = []
     for name, module in conditioned_projections(model).items():
-        scope, layout = module.correction.scope, module.layout
+        scope, layout = module.conditioning.scope, module.layout
         weight = module.weight.double()
         kappas = []
-        for matrix in (weight, module.correction.corrected(weight, layout)):
+        for matrix in (weight, module.corrected_weight(torch.float64)):
             kappa = ops.condition_number(ops.split_projections(matrix, layout, scope))  # [P] or [P, h]
             kappas.append((kappa.amax(-1) if kappa.dim() == 2 else kappa).tolist())
         rows += [

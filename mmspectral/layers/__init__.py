@@ -1,26 +1,50 @@
 """Floor 2: ``nn.Module``s and what acts on them; needs torch and no OpenMMLab."""
 
 from mmspectral.layers.base import Conditioning, build_conditioning, register_conditioning
-from mmspectral.layers.conditioning import Sites, condition_linear, conditioned_projections, fold, unfold
+from mmspectral.layers.conditioning import (
+    Sites,
+    condition_linear,
+    conditioned_projections,
+    fold,
+    folded_state_dict,
+    refresh_corrections,
+    replaced_projections,
+    stored_corrections,
+    unfold,
+)
 from mmspectral.layers.corrections import Correction, IdentityCorrection
+from mmspectral.layers.derived import DerivedCorrection, PolarCorrection, SVDCorrection
 from mmspectral.layers.projections import METADATA_KEY, ConditionedLinear
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
+from mmspectral.layers.switches import OrthogonalInit, QKNorm, SigmaReparam, SpectralNorm, SwitchedLinear
 
 __all__ = [
     "METADATA_KEY",
     "ConditionedLinear",
     "Conditioning",
     "Correction",
+    "DerivedCorrection",
     "IdentityCorrection",
+    "OrthogonalInit",
+    "PolarCorrection",
+    "QKNorm",
+    "SVDCorrection",
     "Saturation",
+    "SigmaReparam",
     "Sites",
+    "SpectralNorm",
+    "SwitchedLinear",
     "attention_layers",
     "build_conditioning",
     "condition_linear",
     "conditioned_projections",
     "fold",
+    "folded_state_dict",
     "probe_tokens",
+    "refresh_corrections",
     "register_conditioning",
+    "replaced_projections",
     "saturation",
+    "stored_corrections",
     "unfold",
 ]

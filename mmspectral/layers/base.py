@@ -27,6 +27,8 @@ class Conditioning(ABC):
         ValueError: Unknown target.
     """
 
+    adopts_stock_weights = False  # whether weights trained without it compute the same under it
+
     def __init__(self, targets: Sequence[str] = ("q", "k", "v")) -> None:
         if not targets or not set(targets) <= {"q", "k", "v"} or isinstance(targets, str):
             raise ValueError(

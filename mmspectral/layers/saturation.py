@@ -30,12 +30,12 @@ class Saturation:
 
     @property
     def relative_entropy(self) -> float:
-        """Share of the largest possible entropy, 0 (one-hot) to 1 (uniform)."""
-        return self.entropy / self.max_entropy
+        """Share of the largest possible entropy, 0 (one-hot) to 1 (uniform, also over a single column)."""
+        return self.entropy / self.max_entropy if self.max_entropy else 1.0
 
 
 def probe_tokens(num_tokens: int, dim: int, correlation: float, seed: int = 0) -> Tensor:
-    """Return layer-normalised Gaussian tokens [1, N, D] that share part of their content.
+    """Return layer-normalised Gaussian tokens [1, N, D], float32 on the CPU, that share part of their content.
 
     Args:
         num_tokens: N.
@@ -48,9 +48,10 @@ def probe_tokens(num_tokens: int, dim: int, correlation: float, seed: int = 0) -
     """
     if not 0 <= correlation < 1:
         raise ValueError(f"correlation must lie in [0, 1), got {correlation}.")
-    generator = torch.Generator().manual_seed(seed)
-    shared = torch.randn(1, 1, dim, generator=generator)
-    own = torch.randn(1, num_tokens, dim, generator=generator)
+    # On the CPU also under a default device: the same tokens everywhere.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shared = torch.randn(1, 1, dim, generator=generator, device="cpu")
+    own = torch.randn(1, num_tokens, dim, generator=generator, device="cpu")
     return F.layer_norm(math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own, (dim,))
 
 

@@ -2,6 +2,13 @@
 
 from mmspectral.ops.cross_covariance import cross_covariance_attention, cross_covariance_logits
 from mmspectral.ops.layout import ROW_ORDERS, ProjectionLayout
+from mmspectral.ops.polar import (
+    optimal_quintic,
+    polar_correction,
+    polar_schedule,
+    spectral_norm_bound,
+    svd_correction,
+)
 from mmspectral.ops.spectral import (
     SCOPES,
     add_identity,
@@ -9,6 +16,8 @@ from mmspectral.ops.spectral import (
     conditioned_linear,
     identity_diagonal,
     identity_output,
+    merge_projections,
+    norm_factors,
     singular_values,
     split_projections,
 )
@@ -24,6 +33,13 @@ __all__ = [
     "cross_covariance_logits",
     "identity_diagonal",
     "identity_output",
+    "merge_projections",
+    "norm_factors",
+    "optimal_quintic",
+    "polar_correction",
+    "polar_schedule",
     "singular_values",
+    "spectral_norm_bound",
     "split_projections",
+    "svd_correction",
 ]

@@ -39,6 +39,21 @@ def conditioned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, C: Tensor
     return y if bias is None else y + bias.double()
 
 
+def norm_preserving_weight(weight: Tensor, C: Tensor, std: float) -> Tensor:
+    """Return s (W + C) [D, E] of one projection in float64, s^2 = D E std^2 / (D E std^2 + |C|_F^2)."""
+    learned = weight.numel() * std**2
+    return (learned / (learned + C.square().sum())).sqrt() * (weight.double() + C)
+
+
+def polar_correction(matrix: Tensor) -> Tensor:
+    """Return sigma_max U V^T = sigma_max W (W^T W)^(-1/2) of one W [rows, columns] of full rank, in float64."""
+    W = matrix.double()
+    if W.shape[0] < W.shape[1]:
+        return polar_correction(W.t()).t()
+    squares, V = torch.linalg.eigh(W.t() @ W)
+    return squares.max().sqrt() * W @ V @ torch.diag(squares.rsqrt()) @ V.t()
+
+
 def cross_covariance_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
     """Return XCA in float64, one head at a time; q, k, v [B, h, d, N], temperature [h, 1, 1]."""
     q, k, v, temperature = q.double(), k.double(), v.double(), temperature.double()

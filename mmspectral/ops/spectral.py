@@ -2,13 +2,15 @@
 
 A projection x W^T becomes x (W + C)^T with C = lambda * I_k on every conditioned
 projection, where I_k has ones on the main diagonal, also of a matrix that is not
-square. Scope ``full`` puts one identity on the [D, E] matrix of a projection,
-scope ``head`` one on each [d, E] block of a head. A fused weight is never taken
-as one matrix: each of its projections is conditioned by itself.
+square; the norm-preserving form is s (W + C) with a constant s. Scope ``full``
+puts one identity on the [D, E] matrix of a projection, scope ``head`` one on each
+[d, E] block of a head. A fused weight is never taken as one matrix: each of its
+projections is conditioned by itself.
 
 Shape legend: P projections, h heads, d rows per head, D = h * d, E input features.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,8 +53,14 @@ def identity_diagonal(matrix: Tensor, layout: ProjectionLayout, scope: str) -> T
     return blocks.diagonal(dim1=1, dim2=2)  # [P, h, d]
 
 
-def add_identity(weight: Tensor, scales: Sequence[float], layout: ProjectionLayout, scope: str) -> Tensor:
-    """Return W + C.
+def add_identity(
+    weight: Tensor,
+    scales: Sequence[float],
+    layout: ProjectionLayout,
+    scope: str,
+    factors: Sequence[float] | None = None,
+) -> Tensor:
+    """Return W + C, or f W + C with a factor f for each projection.
 
     Args:
         weight: W [P * D, E].
@@ -60,12 +68,17 @@ def add_identity(weight: Tensor, scales: Sequence[float], layout: ProjectionLayo
             leaves a projection as it is.
         layout: Rows of the weight.
         scope: ``"full"`` or ``"head"``.
+        factors: f of each projection; None is 1. The norm-preserving form
+            s (W + lambda I) has f = s and s lambda among ``scales``.
 
     Returns:
-        A new tensor [P * D, E]. The gradient with respect to W is that with
-        respect to W + C, since C is a constant.
+        A new tensor [P * D, E]. The gradient with respect to W is f times that
+        with respect to the result, since C is a constant.
     """
-    conditioned = weight.clone(memory_format=torch.contiguous_format)
+    if factors is None:
+        conditioned = weight.clone(memory_format=torch.contiguous_format)
+    else:
+        conditioned = _scale_rows(weight, factors, layout)
     diagonal = identity_diagonal(conditioned, layout, scope)
     if len(set(scales)) == 1:
         diagonal.add_(scales[0])
@@ -110,8 +123,9 @@ def conditioned_linear(
     scales: Sequence[float],
     layout: ProjectionLayout,
     scope: str,
+    factors: Sequence[float] | None = None,
 ) -> Tensor:
-    """Apply x (W + C)^T + b with C = lambda * I_k on each projection.
+    """Apply x (W + C)^T + b with C = lambda * I_k on each projection, or x (f W + C)^T + b.
 
     In float32 and float64 the identity goes onto the weight, which is the
     cheapest form. In float16 and bfloat16 (by cast or by autocast) rounding
@@ -125,6 +139,7 @@ def conditioned_linear(
         scales: lambda of each projection, in the order of ``layout.roles``.
         layout: Rows of the weight.
         scope: ``"full"`` or ``"head"``.
+        factors: See :func:`add_identity`.
 
     Returns:
         A tensor [..., P * D] in the dtype in which ``F.linear`` computes.
@@ -132,11 +147,17 @@ def conditioned_linear(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     if dtype.itemsize < 4:
-        y = F.linear(x, weight, bias)
-        return (y.float() + identity_output(x.float(), y.shape[-1], scales, layout, scope)).to(y.dtype)
+        identity = identity_output(x.float(), weight.shape[0], scales, layout, scope)
+        if factors is None:
+            y = F.linear(x, weight, bias)
+            return (y.float() + identity).to(y.dtype)
+        y = F.linear(x, weight)
+        scaled = _scale_rows(y.float().movedim(-1, 0), factors, layout).movedim(0, -1) + identity
+        return (scaled if bias is None else scaled + bias.float()).to(y.dtype)
+    factors = None if factors is None else tuple(factors)
     if torch.is_grad_enabled():
-        return _ConditionedLinear.apply(x, weight, bias, tuple(scales), layout, scope)
-    return F.linear(x, add_identity(weight, scales, layout, scope), bias)
+        return _ConditionedLinear.apply(x, weight, bias, tuple(scales), layout, scope, factors)
+    return F.linear(x, add_identity(weight, scales, layout, scope, factors), bias)
 
 
 class _ConditionedLinear(torch.autograd.Function):
@@ -149,12 +170,12 @@ class _ConditionedLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, weight, bias, scales, layout, scope):
-        return F.linear(x, add_identity(weight, scales, layout, scope), bias)
+    def forward(x, weight, bias, scales, layout, scope, factors):
+        return F.linear(x, add_identity(weight, scales, layout, scope, factors), bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias, ctx.scales, ctx.layout, ctx.scope = inputs
+        x, weight, bias, ctx.scales, ctx.layout, ctx.scope, ctx.factors = inputs
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
 
@@ -164,12 +185,14 @@ class _ConditionedLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ add_identity(weight, ctx.scales, ctx.layout, ctx.scope)
+            grad_x = grad @ add_identity(weight, ctx.scales, ctx.layout, ctx.scope, ctx.factors)
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            if ctx.factors is not None:
+                grad_weight = _scale_rows(grad_weight, ctx.factors, ctx.layout)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def singular_values(matrix: Tensor) -> Tensor:
@@ -211,6 +234,45 @@ def split_projections(weight: Tensor, layout: ProjectionLayout, scope: str = "fu
     else:
         blocks = weight.view(P, h, d, E)
     return blocks if scope == "head" else blocks.reshape(P, h * d, E)
+
+
+def merge_projections(blocks: Tensor, layout: ProjectionLayout) -> Tensor:
+    """Put what :func:`split_projections` took apart, of either scope, back into one weight [P * D, E]."""
+    P, h = len(layout.roles), layout.num_heads
+    blocks = blocks.reshape(P, h, -1, blocks.shape[-1])  # [P, h, d, E]
+    blocks = blocks.transpose(0, 1) if layout.row_order == "[heads][3][d]" else blocks
+    return blocks.reshape(-1, blocks.shape[-1])
+
+
+def norm_factors(
+    scales: Sequence[float], shape: tuple[int, int], layout: ProjectionLayout, scope: str, std: float
+) -> tuple[float, ...]:
+    """Return the s of each projection with which s (W + lambda I) has the Frobenius norm of W, in expectation.
+
+    Args:
+        scales: lambda of each projection.
+        shape: (P * D, E) of the weight.
+        layout: Its rows.
+        scope: ``"full"`` or ``"head"``.
+        std: Standard deviation of the independent, centred entries of W at the start.
+    """
+    _check_scope(scope)
+    (rows, E), h = shape, layout.num_heads
+    d = layout.rows_per_head(rows)
+    ones = h * min(d, E) if scope == "head" else min(h * d, E)
+    learned = h * d * E * std**2  # expected |W|_F^2; W and C are orthogonal in expectation
+    return tuple(math.sqrt(learned / (learned + ones * scale**2)) for scale in scales)
+
+
+def _scale_rows(matrix: Tensor, factors: Sequence[float], layout: ProjectionLayout) -> Tensor:
+    """Multiply the rows of each projection in [P * D, ...] by its factor, out of place."""
+    P, h = len(layout.roles), layout.num_heads
+    if layout.row_order == "[heads][3][d]":
+        blocks, dim = matrix.unflatten(0, (h, P, -1)), 1
+    else:
+        blocks, dim = matrix.unflatten(0, (P, h, -1)), 0
+    scaled = [block * factor for block, factor in zip(blocks.unbind(dim), factors, strict=True)]
+    return torch.stack(scaled, dim).flatten(0, 2)
 
 
 def _fit_last(x: Tensor, size: int) -> Tensor:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mmspectral.layers import probe_tokens, saturation
+from mmspectral.layers import attention_layers, probe_tokens, saturation
 
 
 def test_known_limits():
@@ -35,6 +35,33 @@ def test_probe_tokens(correlation):
     assert off.mean().item() == pytest.approx(correlation, abs=0.03)
 
 
+def test_probe_tokens_are_the_same_under_any_default_device():
+    with torch.device("meta"):
+        tokens = probe_tokens(5, 8, 0.5)
+    assert torch.equal(tokens, probe_tokens(5, 8, 0.5))
+
+
 def test_correlation_of_one_is_refused():
     with pytest.raises(ValueError, match="correlation"):
         probe_tokens(4, 4, 1.0)
+
+
+def test_attention_to_a_single_token_is_uniform():
+    single = saturation(torch.full((2, 3, 4, 1), 7.0))
+    assert single.entropy == single.max_entropy == 0
+    assert single.relative_entropy == 1
+
+
+def test_logits_that_are_not_finite_give_no_entropy():
+    assert math.isnan(saturation(torch.tensor([[0.0, torch.nan]])).entropy)
+    assert math.isnan(saturation(torch.tensor([[0.0, torch.inf]])).entropy)
+    assert saturation(torch.tensor([[0.0, -torch.inf]])).largest_logit == 0
+
+
+def test_layers_are_found_by_their_method():
+    class Attention(torch.nn.Module):
+        def attention_logits(self, x):
+            return x @ x.mT
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(Attention()))
+    assert attention_layers(model) == {"1.0": model[1][0]}

@@ -50,11 +50,35 @@ def test_linear_matches_reference_in_values_and_gradients(order, scope, shape, h
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_second_derivatives_and_functorch():
+@pytest.mark.parametrize(("order", "scope", "shape"), CASES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_norm_preserving_form_matches_reference_in_values_and_gradients(order, scope, shape, has_bias):
+    """s (W + C) with an s for each projection; the gradient of W is s times that of s (W + C)."""
+    lambdas, std = (10.0, 2.0, 0.0), 0.3
+    layout, weight, bias, x, C = make(order, scope, shape, scales=lambdas)
+    leaves = [t.requires_grad_() for t in ((x, weight, bias) if has_bias else (x, weight))]
+    bias = bias if has_bias else None
+    blocks = zip(ops.split_projections(weight, layout), ops.split_projections(C, layout), strict=True)
+    effective = torch.stack([reference.norm_preserving_weight(W, C_p, std) for W, C_p in blocks])
+    effective = ops.merge_projections(effective, layout)
+    naive = reference.conditioned_linear(x, effective, bias, torch.zeros_like(C))
+    factors = ops.norm_factors(lambdas, tuple(weight.shape), layout, scope, std)
+    assert factors[2] == 1 and factors[0] < factors[1] < 1
+    scales = [s * scale for s, scale in zip(factors, lambdas, strict=True)]
+    ours = ops.conditioned_linear(x, weight, bias, scales, layout, scope, factors)
+    torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ops.add_identity(weight, scales, layout, scope, factors), effective)
+    probe = torch.randn_like(naive)
+    for a, b in zip(torch.autograd.grad(ours, leaves, probe), torch.autograd.grad(naive, leaves, probe), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("factors", [None, (0.5, 2.0, 1.0)])
+def test_second_derivatives_and_functorch(factors):
     layout, weight, bias, x, _ = make("[3][heads][d]", "head", (2, 3, 6))
 
     def f(x, weight, bias):
-        return ops.conditioned_linear(x, weight, bias, (1.0, 2.0, 0.0), layout, "head").sin()
+        return ops.conditioned_linear(x, weight, bias, (1.0, 2.0, 0.0), layout, "head", factors).sin()
 
     inputs = [t.requires_grad_() for t in (x[:1, :2].clone(), weight, bias)]
     assert torch.autograd.gradcheck(f, inputs)
@@ -84,6 +108,28 @@ def test_half_precision_keeps_the_learned_part(dtype, scope, by_autocast):
     rounding = (exact.to(dtype).double() - exact).norm() / learned.norm()
     assert error <= 1.1 * rounding
     assert error < 0.8 * folded_error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_autocast", [True, False])
+@pytest.mark.parametrize("order", ops.ROW_ORDERS)
+def test_half_precision_of_the_norm_preserving_form(dtype, by_autocast, order):
+    """The two terms are scaled and summed in float32: the error is that of rounding x W^T and the result once each."""
+    torch.manual_seed(0)
+    layout, D = ProjectionLayout(("q", "k", "v"), 6, order), 96
+    weight, bias, x = 0.02 * torch.randn(3 * D, D), torch.randn(3 * D), torch.randn(64, D)
+    if not by_autocast:
+        weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
+    factors = ops.norm_factors((10.0, 1.0, 0.0), (3 * D, D), layout, "full", 0.02)
+    scales = (10 * factors[0], factors[1], 0.0)
+    exact = reference.conditioned_linear(
+        x, ops.add_identity(weight.double(), scales, layout, "full", factors), bias, torch.zeros(3 * D, D).double()
+    )
+    with torch.autocast("cpu", dtype, enabled=by_autocast):
+        ours = ops.conditioned_linear(x, weight, bias, scales, layout, "full", factors)
+    assert ours.dtype == dtype
+    rounding = (exact.to(dtype).double() - exact).norm()
+    assert (ours.double() - exact).norm() <= 1.5 * rounding
 
 
 def test_float32_error_is_at_most_twice_that_of_plain_torch():
@@ -140,6 +186,8 @@ def test_split_projections_by_role_and_head(order):
     layout = ProjectionLayout(("q", "k", "v"), h, order)
     assert torch.equal(ops.split_projections(weight, layout, "head")[..., 0].long(), index)
     assert torch.equal(ops.split_projections(weight, layout)[..., 0].long(), index.flatten(1))
+    for scope in ops.SCOPES:
+        assert torch.equal(ops.merge_projections(ops.split_projections(weight, layout, scope), layout), weight)
 
 
 def test_errors_name_the_cause():

@@ -1,0 +1,277 @@
+"""SVD and polar corrections in a projection: what they compute, when C changes, and how it is saved."""
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+from mmengine.model import initialize
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mmspectral import ops
+from mmspectral.layers import (
+    ConditionedLinear,
+    PolarCorrection,
+    SVDCorrection,
+    condition_linear,
+    conditioned_projections,
+    fold,
+    refresh_corrections,
+    stored_corrections,
+    unfold,
+)
+from mmspectral.ops import ProjectionLayout, reference
+
+CORRECTIONS = [SVDCorrection, PolarCorrection]
+LAYOUTS = list(itertools.product(ops.ROW_ORDERS, ops.SCOPES, [(2, 3, 6), (2, 4, 5), (3, 2, 9)]))
+
+
+class Attention(nn.Module):
+    def __init__(self, conditioning=None):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        condition_linear(self, "qkv", conditioning, ("q", "k", "v"), 3, "[3][heads][d]")
+
+    def forward(self, x):
+        return self.qkv(x)
+
+
+def make(conditioning, dtype=torch.float32):
+    torch.manual_seed(0)
+    return Attention(conditioning).to(dtype), torch.randn(2, 5, 12, dtype=dtype)
+
+
+def step(model, x, refresh_at=None):
+    """One update by hand, with a refresh before it if that is due."""
+    if refresh_at is not None:
+        refresh_corrections(model, updates=refresh_at)
+    model.zero_grad()
+    model(x).sin().square().sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize(("order", "scope", "shape"), LAYOUTS)
+@pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("q", "k", "v")])
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_each_matrix_of_the_scope_is_conditioned_by_itself(kind, interval, targets, order, scope, shape):
+    torch.manual_seed(0)
+    heads, d, columns = shape
+    layout = ProjectionLayout(("q", "k", "v"), heads, order)
+    conditioning = kind(scope=scope, targets=targets, interval=interval)
+    linear = ConditionedLinear(columns, 3 * heads * d, conditioning, layout, dtype=torch.float64)
+    W, effective = (
+        ops.split_projections(w.detach(), layout, scope) for w in (linear.weight, linear.corrected_weight())
+    )
+    for p, role in enumerate(layout.roles):
+        if role not in targets:
+            assert torch.equal(effective[p], W[p])
+            continue
+        assert (ops.condition_number(effective[p]) <= 2.05).all()
+        for w, e in zip(W[p].reshape(-1, *W.shape[-2:]), effective[p].reshape(-1, *W.shape[-2:]), strict=True):
+            exact = w + reference.polar_correction(w)
+            assert torch.linalg.matrix_norm(e - exact, 2) <= (1e-9 if kind is SVDCorrection else 0.03) * exact.norm()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_gradients_are_those_of_a_constant(kind, interval):
+    model, x = make(kind(interval=interval), torch.float64)
+    refresh_corrections(model, updates=1)
+    x.requires_grad_()
+    C = model.qkv.correction_matrix()
+    ours, naive = model(x), reference.conditioned_linear(x, model.qkv.weight, model.qkv.bias, C)
+    torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+    probe, leaves = torch.randn_like(naive), [x, *model.parameters()]
+    for a, b in zip(torch.autograd.grad(ours, leaves, probe), torch.autograd.grad(naive, leaves, probe), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(36, 12), torch.ones(36, 12), torch.eye(12).repeat(3, 1)])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_degenerate_weights_give_finite_gradients(kind, weight):
+    """Equal or zero singular values, where the derivative of an SVD is infinite."""
+    model, x = make(kind())
+    model.qkv.weight.data.copy_(weight)
+    model(x.requires_grad_()).square().sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in (x, *model.parameters()))
+    if not weight.any():
+        assert torch.equal(model.qkv.corrected_weight(), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_autocast", [True, False])
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_half_precision(kind, interval, by_autocast, dtype):
+    """C is found in float32; the result errs at most twice as much as plain torch with W + C known exactly."""
+    model, x = make(kind(interval=interval))
+    refresh_corrections(model, updates=1)
+    if not by_autocast:
+        model, x = model.to(dtype), x.to(dtype)
+    C = model.qkv.conditioning.matrix(model.qkv.weight, model.qkv.layout)
+    assert C.dtype == torch.float32
+    exact = reference.conditioned_linear(x, model.qkv.weight, model.qkv.bias, C)
+    plain = nn.functional.linear(x.to(dtype), (model.qkv.weight.float() + C).to(dtype), model.qkv.bias.to(dtype))
+    with torch.autocast("cpu", dtype, enabled=by_autocast):
+        ours = model(x)
+        ours.float().sum().backward()
+    assert ours.dtype == dtype and model.qkv.weight.grad.dtype == model.qkv.weight.dtype
+    assert (ours.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_state(kind):
+    """Nothing in the state dict with interval 1; a buffer, and no parameter, with a longer one."""
+    stock = Attention()
+    for interval in (1, 4):
+        model, x = make(kind(interval=interval))
+        extra = ["qkv.correction"] if interval > 1 else []
+        assert list(model.state_dict()) == list(stock.state_dict()) + extra
+        assert [name for name, _ in model.named_buffers()] == extra
+        assert [name for name, _ in model.named_parameters()] == list(stock.state_dict())
+        model.eval()
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(again(x), model(x))
+        assert list(stored_corrections(model)) == (["qkv"] if interval > 1 else [])
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_with_interval_1_the_correction_follows_the_weight(kind):
+    model, x = make(kind())
+    before = model.qkv.correction_matrix()
+    step(model, x)
+    after = model.qkv.correction_matrix()
+    assert not torch.allclose(before, after)
+    assert refresh_corrections(model) == 0
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_stored_correction_changes_only_when_it_is_due(kind):
+    model, x = make(kind(interval=3))
+    buffer = model.qkv.correction
+    for update in range(7):
+        before, fresh = buffer.clone(), model.qkv.conditioning.matrix(model.qkv.weight, model.qkv.layout)
+        step(model, x, refresh_at=update)
+        if update % 3 == 0:
+            assert torch.equal(buffer, fresh)
+        else:
+            assert torch.equal(buffer, before) and not torch.allclose(buffer, fresh)
+        before = buffer.clone()
+        model.train()(x)
+        model.eval()(x)
+        checkpoint(model, x.requires_grad_(), use_reentrant=False).sum().backward()
+        assert torch.equal(buffer, before)
+        model.train()
+    assert model.qkv.correction is buffer, "refreshed in place"
+
+
+def test_a_reloaded_model_continues_identically():
+    straight, x = make(SVDCorrection(interval=3))
+    for update in range(4):
+        step(straight, x, refresh_at=update)
+    resumed = Attention(SVDCorrection(interval=3))
+    resumed.load_state_dict(straight.state_dict(), strict=True)
+    assert torch.equal(resumed.eval()(x), straight(x))
+    resumed.train()
+    for update in range(4, 8):
+        for model in (straight, resumed):
+            step(model, x, refresh_at=update)
+    for a, b in zip(straight.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_new_weight_gets_its_own_correction():
+    """Loaded from stock names, assigned (also to a module built without memory), drawn by mmengine's initialisers."""
+
+    def is_fresh(model):
+        return torch.equal(
+            model.qkv.correction, model.qkv.conditioning.matrix(model.qkv.weight, model.qkv.layout).to(torch.float32)
+        )
+
+    model, x = make(SVDCorrection(interval=3))
+    assert is_fresh(model)
+    torch.manual_seed(1)
+    stock = Attention()
+    model.load_state_dict(stock.state_dict(), strict=True)
+    assert is_fresh(model) and torch.equal(model.qkv.weight, stock.qkv.weight)
+    model.qkv.weight = nn.Parameter(torch.randn(36, 12))
+    assert is_fresh(model)
+    with torch.device("meta"):
+        on_meta = Attention(SVDCorrection(interval=3))
+    assert on_meta.qkv.correction.is_meta
+    on_meta.qkv.weight, on_meta.qkv.bias = model.qkv.weight, model.qkv.bias
+    assert torch.equal(on_meta.eval()(x), model.eval()(x))
+    initialize(model, dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0))
+    assert 0.01 < model.qkv.weight.std() < 0.03
+    assert is_fresh(model)
+    model.qkv.correction.zero_()
+    model.apply(lambda module: None)
+    assert not model.qkv.correction.any(), "nothing was drawn, so nothing is found again"
+
+
+def test_training_without_a_refresh_warns_once():
+    model, x = make(SVDCorrection(interval=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(x)
+        model.eval()(x)
+    with pytest.warns(UserWarning, match="CorrectionRefreshHook"):
+        model.train()(x)
+    refreshed, _ = make(SVDCorrection(interval=3))
+    refresh_corrections(refreshed, updates=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+        refreshed(x)
+
+
+@pytest.mark.parametrize("scope", ops.SCOPES)
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_fold_and_unfold(kind, interval, scope):
+    model, x = make(kind(interval=interval, scope=scope), torch.float64)
+    for update in range(2):  # so that a stored C is not that of the present W
+        step(model, x, refresh_at=update)
+    before, state = model(x), copy.deepcopy(model.state_dict())
+    sites = fold(model)
+    assert not conditioned_projections(model) and list(model.state_dict()) == list(Attention().state_dict())
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+    unfold(model, sites)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-12)
+
+
+def test_svd_unfolds_what_was_trained_after_folding_by_its_closed_form():
+    """W = W' - (s1(W') / 2) U V^T, which needs neither W nor the C of the fold."""
+    model, x = make(SVDCorrection(), torch.float64)
+    sites = fold(model)
+    assert len(sites["qkv"]) == 2
+    with torch.no_grad():
+        model.qkv.weight *= 3
+    expected = model(x)
+    unfold(model, sites)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_unfold_refuses_what_is_no_sum_and_leaves_the_model():
+    model, _ = make(None)
+    layout = ProjectionLayout(("q", "k", "v"), 3)
+    weight = model.qkv.weight.clone()
+    with pytest.raises(ValueError, match="cannot unfold 'qkv'.*condition number is above 2"):
+        unfold(model, {"qkv": (SVDCorrection(), layout)})
+    with pytest.raises(ValueError, match="does not follow from W"):
+        unfold(model, {"qkv": (PolarCorrection(), layout)})
+    changed, _ = make(PolarCorrection())
+    sites = fold(changed)
+    with torch.no_grad():
+        changed.qkv.weight *= 3
+    with pytest.raises(ValueError, match="changed after folding"):
+        unfold(changed, sites)
+    assert type(model.qkv) is nn.Linear and torch.equal(model.qkv.weight, weight)

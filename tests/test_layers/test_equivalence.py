@@ -1,0 +1,127 @@
+"""Design decision 5: training W under W + C with a constant C is training W' = W + C from a shifted start.
+
+Weight decay then pulls W' towards C. It holds for optimizers that see only
+gradients; Adafactor scales its step by the size of the parameter, so there it fails.
+"""
+
+import copy
+
+import pytest
+import torch
+from mmengine.model import ExponentialMovingAverage
+from torch import nn
+
+from mmspectral.layers import IdentityCorrection, condition_linear, fold, unfold
+
+STEPS, LR, DECAY = 10, 1e-3, 0.1
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        self.head = nn.Linear(36, 3)
+
+    def forward(self, x):
+        return self.head(self.qkv(x).sin())
+
+
+class Decay:
+    """Weight decay towards a target instead of 0, decoupled as in AdamW or as part of the gradient as in SGD."""
+
+    def __init__(self, model, targets, decoupled):
+        self.parameters, self.targets, self.decoupled = dict(model.named_parameters()), targets, decoupled
+
+    @torch.no_grad()
+    def __call__(self):
+        for name, parameter in self.parameters.items():
+            away = parameter - self.targets.get(name, 0)
+            if self.decoupled:
+                parameter -= LR * DECAY * away
+            else:
+                parameter.grad += DECAY * away
+
+
+def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None):
+    """Train W under W + C and the folded W + C alike, ten steps; return the largest difference after unfolding.
+
+    Args:
+        make_optimizer: From parameters and a weight decay to an optimizer.
+        decay: None, or whether weight decay is decoupled.
+        clip: Largest gradient norm.
+        conditioning: Identity with lambda 10 by default.
+    """
+    torch.manual_seed(0)
+    ours = TwoLayers().double()
+    condition_linear(ours, "qkv", conditioning or IdentityCorrection(), ("q", "k", "v"), 3, "[3][heads][d]")
+    shifted = copy.deepcopy(ours)
+    C = {"qkv.weight": ours.qkv.correction_matrix()}
+    sites = fold(shifted)
+    optimizers = [
+        make_optimizer(ours.parameters(), 0.0 if decay is None else DECAY),
+        make_optimizer(shifted.parameters(), 0.0),
+    ]
+    averages = [ExponentialMovingAverage(model, momentum=0.1) for model in (ours, shifted)]
+    decays = [None, None if decay is None else Decay(shifted, C, decay)]
+    clipped = []
+    for _ in range(STEPS):
+        x = torch.randn(5, 12, dtype=torch.float64)
+        for model, optimizer, average, pull in zip((ours, shifted), optimizers, averages, decays, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            if clip is not None:
+                clipped.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item() > clip)
+            if pull is not None:
+                pull()
+            optimizer.step()
+            average.update_parameters(model)
+    assert clip is None or all(clipped), "the clipping must have acted"
+    moved = (ours.qkv.weight - averages[0].module.qkv.weight).abs().max()
+    assert moved > 1e-6, "the average must differ from the last weight"
+    difference = 0.0
+    for a, b in ((ours, shifted), (averages[0].module, averages[1].module)):
+        unfold(b, sites)
+        pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+        difference = max(difference, *((p - q).abs().max().item() for p, q in pairs))
+    return difference
+
+
+def sgd(parameters, weight_decay):
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=weight_decay)
+
+
+def adamw(parameters, weight_decay):
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("conditioning", [None, IdentityCorrection(dict(q=1.0, v=10.0), "head")])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize(("optimizer", "decay"), [(sgd, None), (sgd, False), (adamw, None), (adamw, True)])
+def test_training_equals_training_the_shifted_weight(optimizer, decay, clip, conditioning):
+    assert largest_difference(optimizer, decay, clip, conditioning) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_decay_towards_zero_is_another_training(optimizer):
+    """The test above has teeth: stock weight decay on W + C, towards 0 instead of C, ends elsewhere."""
+    torch.manual_seed(0)
+
+    def decay_both(parameters, _):
+        return optimizer(parameters, DECAY)
+
+    assert largest_difference(decay_both) > 1e-4
+
+
+def test_adafactor_is_not_covered():
+    """It multiplies its step by the root mean square of the parameter, which C changes."""
+
+    def adafactor(parameters, weight_decay):
+        return torch.optim.Adafactor(parameters, lr=0.01, weight_decay=weight_decay)
+
+    assert largest_difference(adafactor) > 1e-4
+
+
+def test_norm_preserving_form_is_not_covered():
+    """Its gradient is s times that of the shifted weight: another learning rate."""
+    conditioning = IdentityCorrection(1.0, preserve_norm=0.1)
+    assert largest_difference(sgd, conditioning=conditioning) > 1e-4
