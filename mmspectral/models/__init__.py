@@ -1,7 +1,23 @@
 """Floor 3: backbones, necks and attention layers registered under scope ``mmspectral``."""
 
 from mmspectral.models.attention import SpectralXCA
-from mmspectral.models.backbones import SpectralXCiT
+from mmspectral.models.backbones import SpectralDaViT, SpectralDeiT, SpectralSwin, SpectralViT, SpectralXCiT
+from mmspectral.models.channel_attention import SpectralChannelAttention
+from mmspectral.models.conditioned_model import conditioned_model
+from mmspectral.models.multihead_attention import SpectralMultiheadAttention
 from mmspectral.models.necks import Feature2Pyramid
+from mmspectral.models.window_attention import SpectralWindowMSA
 
-__all__ = ["Feature2Pyramid", "SpectralXCA", "SpectralXCiT"]
+__all__ = [
+    "Feature2Pyramid",
+    "SpectralChannelAttention",
+    "SpectralDaViT",
+    "SpectralDeiT",
+    "SpectralMultiheadAttention",
+    "SpectralSwin",
+    "SpectralViT",
+    "SpectralWindowMSA",
+    "SpectralXCA",
+    "SpectralXCiT",
+    "conditioned_model",
+]

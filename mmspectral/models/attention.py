@@ -37,9 +37,7 @@ class SpectralXCA(XCA):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, init_cfg)
-        condition_linear(
-            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), num_heads, row_order="[3][heads][d]"
-        )
+        self._condition(conditioning)
 
     @classmethod
     def from_stock(cls, stock: XCA, conditioning: dict | None) -> "SpectralXCA":
@@ -51,12 +49,16 @@ class SpectralXCA(XCA):
                 stock.qkv.bias is not None,
                 stock.attn_drop.p,
                 stock.proj_drop.p,
-                conditioning,
-                stock.init_cfg,
+                init_cfg=stock.init_cfg,
             )
-        layer.temperature, layer.proj = stock.temperature, stock.proj
-        layer.qkv.weight, layer.qkv.bias = stock.qkv.weight, stock.qkv.bias
+        layer.temperature, layer.qkv, layer.proj = stock.temperature, stock.qkv, stock.proj
+        layer._condition(conditioning)  # outside the meta device: it may add parameters or buffers of its own
         return layer.train(stock.training)
+
+    def _condition(self, conditioning: dict | None) -> None:
+        condition_linear(
+            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), self.num_heads, row_order="[3][heads][d]"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""

@@ -7,7 +7,7 @@ import torch
 from mmengine.model.weight_init import PretrainedInit
 from torch import nn
 
-from mmspectral.layers import attention_layers, build_conditioning, conditioned_projections, probe_tokens, saturation
+from mmspectral.layers import attention_layers, build_conditioning, probe_tokens, replaced_projections, saturation
 from mmspectral.models.checkpoints import load_backbone
 
 SATURATED = 0.05  # of maximal entropy
@@ -43,33 +43,36 @@ class ConditionedBackbone:
 
     @property
     def conditioning(self) -> dict | None:
-        """Settings of the correction in use, or None."""
-        for projection in conditioned_projections(self).values():
-            return projection.correction.settings()
+        """Settings of what changes the projections, or None."""
+        for projection in replaced_projections(self).values():
+            return projection.conditioning.settings()
         return None
 
     def warn_if_saturated(self) -> None:
         """Warn when attention starts one-hot; call it at the end of ``__init__``.
 
-        Measures the first attention layer on probe tokens of correlation .5, at
-        the weights it has then (torch's default draw); the correction decides.
+        Measures the first conditioned layer of each attention class on probe
+        tokens of correlation .5, at the weights it has then (torch's default
+        draw); the correction decides.
         """
-        layers = attention_layers(self)
-        projections = conditioned_projections(self)
-        if not layers or not projections or next(iter(projections.values())).weight.is_meta:
-            return
-        name, layer = next(iter(layers.items()))
-        tokens = probe_tokens(self.probe_length, next(iter(projections.values())).in_features, correlation=0.5)
-        with torch.no_grad():
-            measured = saturation(layer.attention_logits(tokens))
-        if measured.relative_entropy < SATURATED:
-            warnings.warn(
-                f"{type(self).__name__} with {self.conditioning}: attention of {name} starts with "
-                f"{100 * measured.relative_entropy:.1f} % of the entropy of uniform attention on tokens of correlation "
-                f"0.5 (largest logit {measured.largest_logit:.0f}): nearly one-hot, which mostly trains badly. "
-                "Use a smaller scale, targets=('v',), or preserve_norm; see the saturation table in the README.",
-                stacklevel=3,
-            )
+        conditioned = {name: layer for name, layer in attention_layers(self).items() if replaced_projections(layer)}
+        first_of_class = {type(layer): (name, layer) for name, layer in reversed(conditioned.items())}
+        for name, layer in first_of_class.values():
+            projection = next(iter(replaced_projections(layer).values()))
+            if projection.weight.is_meta:
+                continue
+            tokens = probe_tokens(self.probe_length, projection.in_features, correlation=0.5)
+            with torch.no_grad():
+                measured = saturation(layer.attention_logits(tokens.to(projection.weight)))
+            if measured.relative_entropy < SATURATED:
+                warnings.warn(
+                    f"{type(self).__name__} with {projection.conditioning}: attention of {name} starts with "
+                    f"{100 * measured.relative_entropy:.1f} % of the entropy of uniform attention on tokens of "
+                    f"correlation 0.5 (largest logit {measured.largest_logit:.0f}): nearly one-hot, which mostly "
+                    "trains badly. Use a smaller scale, targets=('v',), or preserve_norm; "
+                    "see the saturation table in the README.",
+                    stacklevel=3,
+                )
 
 
 def validate_conditioning(*settings: dict | None) -> None:

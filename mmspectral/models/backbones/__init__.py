@@ -1,3 +1,7 @@
+from mmspectral.models.backbones.davit import SpectralDaViT
+from mmspectral.models.backbones.deit import SpectralDeiT
+from mmspectral.models.backbones.swin import SpectralSwin
+from mmspectral.models.backbones.vit import SpectralViT
 from mmspectral.models.backbones.xcit import SpectralXCiT
 
-__all__ = ["SpectralXCiT"]
+__all__ = ["SpectralDaViT", "SpectralDeiT", "SpectralSwin", "SpectralViT", "SpectralXCiT"]

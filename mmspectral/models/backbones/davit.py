@@ -1,0 +1,238 @@
+"""DaViT with spectral conditioning, for classification and for dense features."""
+
+from collections.abc import Sequence
+
+import torch
+from mmcv.cnn.bricks import DropPath
+from mmcv.cnn.bricks.transformer import PatchEmbed
+from mmpretrain.models.backbones.davit import DaViT
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmspectral.models.channel_attention import SpectralChannelAttention
+from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
+from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.registry import MODELS
+
+
+@MODELS.register_module()
+class SpectralDaViT(ConditionedBackbone, DaViT):
+    """mmpretrain's DaViT with conditioned q, k and v projections in window and channel attention.
+
+    Parameter names are those of mmpretrain's DaViT, and with ``conditioning=None``
+    so are the outputs, bit for bit, wherever a map has even sides before each
+    downsampling (images with sides that are multiples of 32). For other sizes
+    mmpretrain drops the last row or column or stops; here, as in the official
+    code, the map is padded with zeros.
+
+    mmpretrain's DaViT differs from the official code (github.com/dingmyu/davit)
+    and from timm in two places that its converted weights feel: the padding of
+    the stem, and a classifier's final norm, which stands before the average over
+    positions instead of after it. ``stem_padding=3`` and, for a classifier,
+    ``gap_before_final_norm=True`` give the official model; use them with official
+    or timm weights.
+
+    Stages after the last of ``out_indices`` are not built, so that every
+    parameter gets a gradient. A classifier's checkpoint loads into the dense form.
+
+    Args:
+        arch: ``"tiny"``, ``"small"``, ``"base"`` or another of mmpretrain's sizes,
+            or a dict of ``embed_dims``, ``depths`` and ``num_heads``.
+        conditioning: None, or a dict such as
+            ``dict(type='IdentityCorrection', scale=10.0)`` for the fused qkv
+            projection of every window attention.
+        channel_conditioning: The same for every channel attention. None by
+            default, because C in k and v makes it one-hot at initialisation long
+            before lambda = 10, whereas ``targets=('q',)`` leaves its logits alone:
+            :class:`mmspectral.models.channel_attention.SpectralChannelAttention`
+            has the numbers.
+        out_indices: Stages whose outputs are returned; (0, 1, 2, 3) for detection.
+        pad_small_map: Whether maps smaller than a window are padded; otherwise
+            they are refused, as is mmpretrain's default. Nothing else depends on it.
+        stem_padding: ``"same"`` (mmpretrain) or 3 (official code).
+        gap_before_final_norm: Whether outputs are averaged over positions and then
+            normalised, [B, C]; such a classifier has no ``neck``.
+        frozen_stages: n freezes the stem and the stages 0 to n with their norms
+            (mmpretrain's count: 0 freezes a stage, 3 and 4 everything); -1 freezes nothing.
+        with_cp: Whether blocks are recomputed in the backward pass (non-reentrant).
+        init_cfg: Scratch initialisation (default: truncated normal of std 0.02, as
+            in the official code), or ``dict(type='Pretrained', checkpoint=...,
+            prefix='backbone.')``, see
+            :class:`mmspectral.models.sites.ConditionedBackbone`.
+        **kwargs: mmpretrain's other arguments, without ``out_after_downsample``.
+
+    Raises:
+        ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
+    """
+
+    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
+
+    def __init__(
+        self,
+        arch: str | dict = "tiny",
+        conditioning: dict | None = None,
+        channel_conditioning: dict | None = None,
+        out_indices: int | Sequence[int] = (3,),
+        pad_small_map: bool = True,
+        stem_padding: int | str = "same",
+        gap_before_final_norm: bool = False,
+        frozen_stages: int = -1,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+        **kwargs,
+    ) -> None:
+        validate_conditioning(conditioning, channel_conditioning)
+        if kwargs.get("out_after_downsample"):
+            raise ValueError(
+                "out_after_downsample=True is not supported: mmpretrain builds its norms for the channels "
+                "before downsampling. Take the outputs before it."
+            )
+        num_stages = len(self._settings(arch)["depths"])
+        out_indices = _resolve_indices(out_indices, num_stages)
+        if not -1 <= frozen_stages <= num_stages:
+            raise ValueError(
+                f"frozen_stages {frozen_stages} must lie in [-1, {num_stages}]: there are {num_stages} stages."
+            )
+        super().__init__(
+            arch=arch,
+            out_indices=out_indices,
+            pad_small_map=pad_small_map,
+            frozen_stages=frozen_stages,
+            init_cfg=init_cfg or self.scratch_init_cfg,
+            **kwargs,
+        )
+        self.gap_before_final_norm = gap_before_final_norm
+        self.with_cp = with_cp
+        stem = self.patch_embed.projection
+        self.patch_size = stem.stride[0]
+        if stem_padding != "same":
+            self.patch_embed = PatchEmbed(
+                stem.in_channels,
+                stem.out_channels,
+                kernel_size=stem.kernel_size,
+                stride=stem.stride,
+                padding=stem_padding,
+                norm_cfg=dict(type="LN"),
+            )
+        last = out_indices[-1]
+        del self.stages[last + 1 :]
+        self.stages[last].downsample = None
+        for stage in self.stages:
+            for block in stage.blocks:
+                window = block.spatial_block.attn
+                window.w_msa = SpectralDaViTWindowMSA.from_stock(window.w_msa, conditioning)
+                channel = block.channel_block
+                channel.attn = SpectralChannelAttention.from_stock(channel.attn, channel_conditioning)
+            if stage.downsample is not None:
+                stage.downsample = AnySizeDownSample.from_stock(stage.downsample)
+        for module in self.modules():
+            if isinstance(module, DropPath):  # torch.compile(fullgraph=True) refuses NumPy's scalars
+                module.drop_prob = float(module.drop_prob)
+        self.probe_length = self.stages[0].blocks[0].spatial_block.attn.window_size ** 2
+        self._freeze_stages()
+        self.warn_if_saturated()
+
+    @property
+    def out_channels(self) -> list[int]:
+        """Channels of each output."""
+        return [self.num_features[i] for i in self.out_indices]
+
+    @property
+    def out_strides(self) -> list[int]:
+        """Stride of each output map."""
+        return [self.patch_size * 2**i for i in self.out_indices]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map images [B, 3, H, W] to one output per index; maps are [B, C_i, ceil(H / s_i), ceil(W / s_i)]."""
+        x, size = self.patch_embed(x)  # [B, H * W, C]
+        outs = []
+        for i, stage in enumerate(self.stages):
+            for block in stage.blocks:
+                x = self._run(block, x, size)
+            if i in self.out_indices:
+                outs.append(self._format_output(x, size, getattr(self, f"norm{i}")))
+            if stage.downsample is not None:
+                x, size = stage.downsample(x, size)
+        return tuple(outs)
+
+    def train(self, mode: bool = True) -> "SpectralDaViT":
+        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
+        super().train(mode)
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that the official recipe names as free of weight decay: none.
+
+        DaViT has no position embedding and no bias table; biases and norms are the
+        business of the optimizer's ``paramwise_cfg``.
+        """
+        return set()
+
+    def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
+        """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
+
+        The stem has depth 0, the blocks (window and channel attention together)
+        follow from 1, and a downsampling layer has the depth of the block before
+        it; norms of outputs, and anything without ``prefix``, are last.
+        """
+        depths = [len(stage.blocks) for stage in self.stages]
+        num_depths = sum(depths) + 2
+        name = param_name.removeprefix(prefix) if param_name.startswith(prefix) else ""
+        if name.startswith("patch_embed."):
+            return 0, num_depths
+        if name.startswith("stages."):
+            _, stage, kind, block, *_ = name.split(".")
+            before = sum(depths[: int(stage)])
+            return before + (int(block) + 1 if kind == "blocks" else depths[int(stage)]), num_depths
+        return num_depths - 1, num_depths
+
+    def _run(self, block: nn.Module, x: Tensor, size: tuple[int, int]) -> Tensor:
+        if self.with_cp and torch.is_grad_enabled():
+            return checkpoint(block, x, size, use_reentrant=False)
+        return block(x, size)
+
+    def _format_output(self, x: Tensor, size: tuple[int, int], norm: nn.Module) -> Tensor:
+        if self.gap_before_final_norm:
+            return norm(x.mean(dim=1))  # [B, C]
+        return norm(x).unflatten(1, size).permute(0, 3, 1, 2).contiguous()  # [B, C, H, W]
+
+    def _freeze_stages(self) -> None:
+        n = self.frozen_stages
+        if n >= 0:
+            norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
+            freeze([self.patch_embed, *self.stages[: n + 1], *norms])
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        last = self.out_indices[-1]
+        stages = range(last + 1, self.num_layers)
+        norms = set(range(self.num_layers)) - set(self.out_indices)
+        dropped = (
+            *(f"{prefix}stages.{i}." for i in stages),
+            *(f"{prefix}norm{i}." for i in norms),
+            f"{prefix}stages.{last}.downsample.",
+        )
+        for name in list(state_dict):
+            if name.startswith(dropped):
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @classmethod
+    def _settings(cls, arch: str | dict) -> dict:
+        if isinstance(arch, dict):
+            settings = arch
+        elif arch.lower() in cls.arch_zoo:
+            settings = cls.arch_zoo[arch.lower()]
+        else:
+            raise ValueError(f"unknown DaViT arch {arch!r}; choose {', '.join(cls.arch_zoo)} or give a dict.")
+        missing = {"embed_dims", "depths", "num_heads"} - set(settings)
+        if missing:
+            raise ValueError(f"the DaViT arch {arch!r} lacks {', '.join(sorted(missing))}.")
+        return settings
+
+
+def _resolve_indices(indices: int | Sequence[int], stages: int) -> tuple[int, ...]:
+    indices = [indices] if isinstance(indices, int) else list(indices)
+    resolved = sorted({index + stages if index < 0 else index for index in indices})
+    if not resolved or not 0 <= resolved[0] <= resolved[-1] < stages:
+        raise ValueError(f"out_indices {indices} must lie in [{-stages}, {stages}): there are {stages} stages.")
+    return tuple(resolved)

@@ -1,0 +1,245 @@
+"""Swin Transformer with spectral conditioning, for classification and for dense features."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks import DropPath
+from mmpretrain.models.backbones import SwinTransformer
+from mmpretrain.models.utils import resize_pos_embed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.models.window_attention import AnySizeShiftWindowMSA
+from mmspectral.registry import MODELS
+
+# As in Microsoft's code and timm: learned positions are not decayed.
+NO_WEIGHT_DECAY = ("absolute_pos_embed", "relative_position_bias_table")
+
+
+@MODELS.register_module()
+class SpectralSwin(ConditionedBackbone, SwinTransformer):
+    """mmpretrain's Swin Transformer with conditioned q, k and v projections, for mmdet and mmpretrain.
+
+    Parameter names are those of mmpretrain's (and mmdet's) Swin, and with
+    ``conditioning=None`` so are the outputs, bit for bit. Stages after the last
+    output are not kept, nor is the patch merging behind it, so that every
+    parameter gets a gradient; a checkpoint of the whole model loads all the same.
+
+    Window attention is dot-product attention, which lambda = 10 makes one-hot
+    at initialisation; the constructor warns of it.
+
+    Args:
+        arch: ``"tiny"``, ``"small"``, ``"base"``, ``"large"`` or their first letters, or a dict of
+            ``embed_dims``, ``depths`` and ``num_heads``.
+        conditioning: None, or a dict such as
+            ``dict(type='IdentityCorrection', scale=1.0)`` for the fused qkv
+            projection of every window attention.
+        out_indices: Stages whose outputs, each behind a norm of its own, are
+            returned in order. Default: the last one. Detection takes ``(0, 1, 2, 3)``.
+        frozen_stages: As in mmpretrain: n freezes the stem, stages 0 to n with
+            the patch merging at their ends, and the norms of their outputs; -1
+            freezes nothing. mmdet's Swin freezes one stage less for the same n.
+        with_cp: Whether blocks are recomputed in the backward pass (non-reentrant).
+        pad_small_map: What happens to a map whose short side is exactly the
+            window: shifted as any other (True, as in mmdet's Swin) or not
+            (False, as in Microsoft's classifier). Default: True unless the
+            last stage is the only output. Smaller maps are padded in both
+            cases, where mmpretrain's False stops at an assertion.
+        init_cfg: Scratch initialisation (default: truncated normal of std 0.02,
+            as in Microsoft's code), or ``dict(type='Pretrained',
+            checkpoint=..., prefix='backbone.')``, see
+            :class:`mmspectral.models.sites.ConditionedBackbone`.
+        **kwargs: mmpretrain's other arguments, such as ``img_size``,
+            ``window_size``, ``drop_path_rate``, ``norm_eval``, ``stage_cfgs``.
+
+    Raises:
+        ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
+    """
+
+    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
+
+    def __init__(
+        self,
+        arch: str | dict = "tiny",
+        conditioning: dict | None = None,
+        out_indices: int | Sequence[int] | None = None,
+        frozen_stages: int = -1,
+        with_cp: bool = False,
+        pad_small_map: bool | None = None,
+        init_cfg: dict | None = None,
+        **kwargs,
+    ) -> None:
+        validate_conditioning(conditioning)
+        num_stages = self._num_stages(arch)
+        out_indices = _resolve_indices(out_indices, num_stages)
+        if not -1 <= frozen_stages < num_stages:
+            raise ValueError(
+                f"frozen_stages {frozen_stages} must lie in [-1, {num_stages - 1}]: "
+                "-1 freezes nothing, n freezes the stem and stages 0 to n."
+            )
+        if pad_small_map is None:
+            pad_small_map = out_indices != (num_stages - 1,)
+        super().__init__(
+            arch=arch,
+            out_indices=out_indices,
+            frozen_stages=frozen_stages,
+            pad_small_map=pad_small_map,
+            init_cfg=init_cfg or self.scratch_init_cfg,
+            **kwargs,
+        )
+        self.with_cp = with_cp
+        self._end_at_stage(out_indices[-1])
+        for stage in self.stages:
+            for block in stage.blocks:
+                block.with_cp = False  # mmpretrain's is reentrant; ours is in _run
+                block.attn = AnySizeShiftWindowMSA.from_stock(block.attn, conditioning)
+        _rates_to_float(self)
+        self._freeze_stages()
+        self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
+        self.warn_if_saturated()
+
+    @property
+    def out_channels(self) -> list[int]:
+        """Channels of each output."""
+        return [self.num_features[i] for i in self.out_indices]
+
+    @property
+    def out_strides(self) -> list[int]:
+        """Stride of each output map."""
+        strides = []
+        stride = self.patch_embed.projection.stride[0]
+        for stage in self.stages:
+            before = stride
+            if stage.downsample is not None:
+                stride *= stage.downsample.sampler.stride[0]
+            strides.append(stride if self.out_after_downsample else before)
+        return [strides[i] for i in self.out_indices]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map images [B, 3, H, W] to one map per output, [B, channels, ceil(H / stride), ceil(W / stride)]."""
+        x, hw_shape = self.patch_embed(x)  # [B, N, D]
+        if self.use_abs_pos_embed:
+            x = x + resize_pos_embed(
+                self.absolute_pos_embed, self.patch_resolution, hw_shape, self.interpolate_mode, num_extra_tokens=0
+            )
+        x = self.drop_after_pos(x)
+
+        outs = []
+        for i, stage in enumerate(self.stages):
+            for block in stage.blocks:
+                x = self._run(block, x, hw_shape)
+            merged = (x, hw_shape) if stage.downsample is None else stage.downsample(x, hw_shape)
+            if i in self.out_indices:
+                out, out_shape = merged if self.out_after_downsample else (x, hw_shape)
+                out = getattr(self, f"norm{i}")(out).unflatten(1, out_shape)  # [B, H, W, channels]
+                outs.append(out.permute(0, 3, 1, 2).contiguous())
+            x, hw_shape = merged
+        return tuple(outs)
+
+    def train(self, mode: bool = True) -> "SpectralSwin":
+        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
+        super().train(mode)
+        return self
+
+    def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
+        """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
+
+        The stem has depth 0, block i (counted through the stages) depth i + 1,
+        patch merging that of the block before it; what comes after (norms of
+        the outputs, or anything without ``prefix``) is last.
+        """
+        depth, num_depths = super().get_layer_depth(param_name, prefix)
+        # mmpretrain counts the position embedding as the last layer.
+        return (0 if param_name == f"{prefix}absolute_pos_embed" else depth), num_depths
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that weight decay should leave alone, as timm and Microsoft's code do."""
+        return {name for name, _ in self.named_parameters() if name.endswith(NO_WEIGHT_DECAY)}
+
+    @classmethod
+    def _num_stages(cls, arch: str | dict) -> int:
+        settings = cls.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
+        if not isinstance(settings, dict) or set(settings) != {"embed_dims", "depths", "num_heads"}:
+            raise ValueError(
+                f"unknown Swin arch {arch!r}; choose {', '.join(cls.arch_zoo)} "
+                "or give a dict of embed_dims, depths and num_heads."
+            )
+        return len(settings["depths"])
+
+    def _end_at_stage(self, last: int) -> None:
+        """Drop what lies behind the output of stage ``last``, after its rates of drop path are set."""
+        if not self.out_after_downsample:
+            self.stages[last].downsample = None
+        del self.stages[last + 1 :]
+        self.num_layers = last + 1
+        self.depths = self.depths[: last + 1]
+        self.num_features = self.num_features[: last + 1]
+
+    def _run(self, block: nn.Module, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        if self.with_cp and torch.is_grad_enabled():
+            return checkpoint(block, x, hw_shape, use_reentrant=False)
+        return block(x, hw_shape)
+
+    def _freeze_stages(self) -> None:
+        n = self.frozen_stages
+        if n < 0:
+            return
+        norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
+        freeze([self.patch_embed, self.drop_after_pos, *self.stages[: n + 1], *norms])
+        if self.use_abs_pos_embed:
+            self.absolute_pos_embed.requires_grad = False
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        """Leave out of a checkpoint of the whole model what this one does not keep."""
+        for name in list(state_dict):
+            if name.startswith(prefix) and self._is_cut(name.removeprefix(prefix)):
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _is_cut(self, name: str) -> bool:
+        head, _, rest = name.partition(".")
+        if head == "stages":
+            index, _, rest = rest.partition(".")
+            if int(index) >= len(self.stages):
+                return True
+            return rest.startswith("downsample.") and self.stages[int(index)].downsample is None
+        return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
+
+    def _prepare_relative_position_bias_table(self, state_dict: dict, prefix: str, *args) -> None:
+        """Resize the bias tables of a checkpoint with another window, bicubically as Microsoft's code does.
+
+        mmpretrain, whose load hook this is, calls SciPy's ``interp2d``, removed in
+        SciPy 1.14, and drops the position index without making it again.
+        """
+        for name, own in self.named_parameters():
+            table = state_dict.get(prefix + name)
+            if not name.endswith("relative_position_bias_table") or table is None or len(table) == len(own):
+                continue
+            old, new = (round(len(t) ** 0.5) for t in (table, own))
+            grid = table.float().t().reshape(1, -1, old, old)  # [1, h, 2 * Wh - 1, 2 * Ww - 1]
+            grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
+            state_dict[prefix + name] = grid.flatten(2).squeeze(0).t().to(table.dtype)
+            index = name.replace("bias_table", "index")
+            state_dict[prefix + index] = self.get_buffer(index)
+
+
+def _rates_to_float(model: nn.Module) -> None:
+    """Take rates out of NumPy: ``torch.compile(fullgraph=True)`` refuses its scalars."""
+    for module in model.modules():
+        if isinstance(module, DropPath):
+            module.drop_prob = float(module.drop_prob)
+        elif isinstance(module, nn.Dropout):
+            module.p = float(module.p)
+
+
+def _resolve_indices(indices: int | Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
+    indices = -1 if indices is None else indices
+    indices = [indices] if isinstance(indices, int) else list(indices)
+    if not indices or any(not -num_stages <= index < num_stages for index in indices):
+        raise ValueError(
+            f"out_indices {indices} must name at least one stage and lie in [{-num_stages}, {num_stages})."
+        )
+    return tuple(sorted({index % num_stages for index in indices}))

@@ -1,0 +1,147 @@
+"""Registered window attention of Swin, drop-in for mmpretrain's: same forward, same parameter names.
+
+Shape legend: W windows of all images, N = Wh * Ww tokens in a window, D channels, h heads, d = D / h.
+"""
+
+import torch
+import torch.nn.functional as F
+from mmpretrain.models.utils import ShiftWindowMSA, WindowMSA
+from torch import Tensor
+
+from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.registry import MODELS
+
+
+@MODELS.register_module()
+class SpectralWindowMSA(WindowMSA):
+    """Attention within windows, with relative position bias and spectral conditioning of q, k and v.
+
+    With ``conditioning=None`` the outputs are bit-equal to mmpretrain's
+    ``WindowMSA`` in float32; in half precision logits and softmax stay in
+    float32, since conditioned logits reach the hundreds. Stock code takes the
+    class as ``ShiftWindowMSA(..., window_msa=SpectralWindowMSA, conditioning=...)``.
+
+    Args:
+        embed_dims: Channels D.
+        window_size: Height and width of the window.
+        num_heads: Heads h.
+        qkv_bias: Whether the fused projection has a bias.
+        qk_scale: Factor on the queries; default d^-0.5.
+        attn_drop: Dropout on the attention matrix.
+        proj_drop: Dropout on the output.
+        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
+        init_cfg: As in mmengine's ``BaseModule``.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        window_size: tuple[int, int],
+        num_heads: int,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        conditioning: dict | None = None,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(embed_dims, window_size, num_heads, qkv_bias, qk_scale, attn_drop, proj_drop, init_cfg)
+        self._condition(conditioning)
+
+    @classmethod
+    def from_stock(cls, stock: WindowMSA, conditioning: dict | None) -> "SpectralWindowMSA":
+        """Return a conditioned layer that shares the parameters of a stock one."""
+        with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
+            layer = cls(
+                stock.embed_dims,
+                stock.window_size,
+                stock.num_heads,
+                qk_scale=stock.scale,
+                attn_drop=stock.attn_drop.p,
+                proj_drop=stock.proj_drop.p,
+                init_cfg=stock.init_cfg,
+            )
+        layer.relative_position_bias_table = stock.relative_position_bias_table
+        layer.relative_position_index = stock.relative_position_index
+        layer.qkv, layer.proj = stock.qkv, stock.proj
+        layer._condition(conditioning)
+        return layer.train(stock.training)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map the tokens of windows [W, N, D] to [W, N, D].
+
+        Args:
+            x: Windows of one image after those of another.
+            mask: Added to the logits, [windows of one image, N, N], 0 or negative.
+        """
+        q, k, v = self._project(x)
+        attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
+        with torch.autocast(x.device.type, enabled=False):
+            x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
+        return self.proj_drop(self.proj(x))
+
+    def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what the softmax is taken of, [W, h, N, N], with scale, position bias and mask; arguments as above."""
+        q, k, _ = self._project(x)
+        return self._logits(q, k, mask)
+
+    def _condition(self, conditioning: dict | None) -> None:
+        condition_linear(
+            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), self.num_heads, row_order="[3][heads][d]"
+        )
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        W, N, D = x.shape
+        qkv = self.qkv(x).reshape(W, N, 3, self.num_heads, D // self.num_heads)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
+
+    def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            if q.dtype.itemsize < 4:
+                q, k = q.float(), k.float()
+            logits = (q * self.scale) @ k.transpose(-2, -1)  # [W, h, N, N]
+            logits = logits + self._position_bias().unsqueeze(0)
+            if mask is not None:
+                logits = logits.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)
+                logits = logits.flatten(0, 1)
+            return logits
+
+    def _position_bias(self) -> Tensor:
+        N = self.relative_position_index.shape[0]
+        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]  # [N * N, h]
+        return bias.view(N, N, -1).permute(2, 0, 1).contiguous()  # [h, N, N]
+
+
+class AnySizeShiftWindowMSA(ShiftWindowMSA):
+    """mmpretrain's shifted windows, which also take maps smaller than a window.
+
+    There ``pad_small_map=False`` stops at an assertion. Here such a map is
+    padded with zeros to the window and treated as a map of that size, thus not
+    shifted; everything else, and ``pad_small_map=True``, is mmpretrain's.
+    """
+
+    @classmethod
+    def from_stock(cls, stock: ShiftWindowMSA, conditioning: dict | None) -> "AnySizeShiftWindowMSA":
+        """Return a layer with conditioned windows that shares the parameters of a stock one."""
+        with torch.device("meta"):
+            layer = cls(
+                stock.w_msa.embed_dims,
+                stock.w_msa.num_heads,
+                stock.window_size,
+                stock.shift_size,
+                pad_small_map=stock.pad_small_map,
+                init_cfg=stock.init_cfg,
+            )
+        layer.w_msa = SpectralWindowMSA.from_stock(stock.w_msa, conditioning)
+        layer.drop = stock.drop
+        return layer.train(stock.training)
+
+    def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Map tokens [B, H * W, D] of a map H x W to [B, H * W, D]."""
+        H, W = hw_shape
+        if self.pad_small_map or min(H, W) >= self.window_size:
+            return super().forward(query, hw_shape)
+        padded_H, padded_W = max(H, self.window_size), max(W, self.window_size)
+        query = F.pad(query.unflatten(1, (H, W)), (0, 0, 0, padded_W - W, 0, padded_H - H))
+        query = super().forward(query.flatten(1, 2), (padded_H, padded_W))
+        return query.unflatten(1, (padded_H, padded_W))[:, :H, :W].flatten(1, 2)
