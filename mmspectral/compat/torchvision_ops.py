@@ -1,7 +1,8 @@
 """mmcv's operators on torchvision, with the calling conventions of its compiled extension.
 
-Only what Mask R-CNN and its relatives need; any other operator raises when it
-is called. Half-precision inputs are computed in float32 and rounded once:
+What Mask R-CNN, the deformable DETRs, Mask2Former and their relatives need
+(the deformable operators and RoIPool in modules of their own); any other
+operator raises when it is called. Half-precision inputs are computed in float32 and rounded once:
 torchvision's CPU kernels refuse bfloat16.
 """
 
@@ -12,12 +13,33 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor
 
+from mmspectral.compat.deformable_ops import (
+    deform_conv_backward_input,
+    deform_conv_backward_parameters,
+    deform_conv_forward,
+    modulated_deform_conv_backward,
+    modulated_deform_conv_forward,
+    ms_deform_attn_backward,
+    ms_deform_attn_forward,
+)
+from mmspectral.compat.precision import at_least_float32
+from mmspectral.compat.roi_pool import roi_pool_backward, roi_pool_forward
+
 __all__ = [
+    "deform_conv_backward_input",
+    "deform_conv_backward_parameters",
+    "deform_conv_forward",
     "get_compiler_version",
     "get_compiling_cuda_version",
+    "modulated_deform_conv_backward",
+    "modulated_deform_conv_forward",
+    "ms_deform_attn_backward",
+    "ms_deform_attn_forward",
     "nms",
     "roi_align_backward",
     "roi_align_forward",
+    "roi_pool_backward",
+    "roi_pool_forward",
     "sigmoid_focal_loss_backward",
     "sigmoid_focal_loss_forward",
     "softnms",
@@ -41,7 +63,8 @@ def unavailable(name: str) -> Callable:
     def operator(*args, **kwargs):
         raise RuntimeError(
             f"mmcv's operator {name!r} is not available: mmcv has no compiled extension here, and mmspectral serves "
-            "only nms, soft-nms, average RoIAlign and sigmoid focal loss from torchvision. "
+            "only nms, soft-nms, average RoIAlign, RoIPool, sigmoid focal loss, deformable convolution (v1, v2) and "
+            "multi-scale deformable attention. "
             f"To use it, {HOW_TO_COMPILE}."
         )
 
@@ -70,7 +93,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
         iou_threshold: A box is dropped when its IoU with a kept one is above it.
         offset: 0, or 1 if x2 and y2 are the last pixels inside a box.
     """
-    boxes, scores = _with_offset(_float(boxes), offset), _float(scores)
+    boxes, scores = _with_offset(at_least_float32(boxes), offset), at_least_float32(scores)
     # mmcv compares in the precision of the boxes: an IoU of 0.1 is not above a threshold of 0.1.
     threshold = torch.tensor(iou_threshold, dtype=boxes.dtype).item()
     return torchvision.ops.nms(boxes, scores, threshold)
@@ -103,7 +126,7 @@ def softnms(
     Returns:
         Indices of the kept boxes, in the order of the rows of ``dets``.
     """
-    corners, left = _with_offset(_float(boxes), offset), _float(scores).clone()
+    corners, left = _with_offset(at_least_float32(boxes), offset), at_least_float32(scores).clone()
     waiting = torch.arange(len(boxes), device=boxes.device)
     kept: list[Tensor] = []
     while waiting.numel():
@@ -158,7 +181,7 @@ def roi_align_forward(
     """
     _require_average(pool_mode)
     size = (aligned_height, aligned_width)
-    output.copy_(_roi_align(_float(input), rois, size, spatial_scale, sampling_ratio, aligned))
+    output.copy_(_roi_align(at_least_float32(input), rois, size, spatial_scale, sampling_ratio, aligned))
 
 
 def roi_align_backward(
@@ -183,11 +206,11 @@ def roi_align_backward(
     # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
     # function costs a forward pass, but its backward kernel refuses to run on CUDA under
     # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
-    features = _float(grad_input).detach().requires_grad_()
+    features = at_least_float32(grad_input).detach().requires_grad_()
     with torch.enable_grad():
         size = (aligned_height, aligned_width)
         pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, aligned)
-    grad_input.add_(torch.autograd.grad(pooled, features, _float(grad_output))[0])
+    grad_input.add_(torch.autograd.grad(pooled, features, at_least_float32(grad_output))[0])
 
 
 def sigmoid_focal_loss_forward(
@@ -198,14 +221,14 @@ def sigmoid_focal_loss_forward(
     A label outside 0..C-1 makes its row background. ``weight`` is empty or
     holds one factor per class; background has factor 1.
     """
-    output.copy_(_focal_loss(_float(input), target, weight, gamma, alpha))
+    output.copy_(_focal_loss(at_least_float32(input), target, weight, gamma, alpha))
 
 
 def sigmoid_focal_loss_backward(
     input: Tensor, target: Tensor, weight: Tensor, grad_input: Tensor, gamma: float, alpha: float
 ) -> None:
     """Write the gradient of the summed :func:`sigmoid_focal_loss_forward` into ``grad_input`` [N, C]."""
-    logits = _float(input).detach().requires_grad_()
+    logits = at_least_float32(input).detach().requires_grad_()
     with torch.enable_grad():
         loss = _focal_loss(logits, target, weight, gamma, alpha).sum()
     grad_input.copy_(torch.autograd.grad(loss, logits)[0])
@@ -228,7 +251,7 @@ def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, al
     if weight.numel():
         # The background row of weight is the last one, where -1 and C both lead.
         rows = torch.where(positive.any(dim=1), target, -1)
-        loss = loss * F.pad(_float(weight), (0, 1), value=1.0)[rows][:, None]
+        loss = loss * F.pad(at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
     return loss
 
 
@@ -249,7 +272,3 @@ def _keep(queue: Tensor, keep: Tensor) -> Tensor:
 def _with_offset(boxes: Tensor, offset: int) -> Tensor:
     """Turn inclusive far corners into exclusive ones: widths become x2 - x1 + offset."""
     return boxes + boxes.new_tensor([0, 0, offset, offset]) if offset else boxes
-
-
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor

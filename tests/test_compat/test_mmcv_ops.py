@@ -102,8 +102,8 @@ def test_without_torchvision_the_ordinary_error(fresh_process, fake_mmcv):
 
 
 def test_any_other_operator_raises_when_it_is_called(stand_in):
-    operator = stand_in.deform_conv_forward
-    with pytest.raises(RuntimeError, match=r"'deform_conv_forward' is not available.*onedl-mmcv.*mim install mmcv"):
+    operator = stand_in.carafe_forward
+    with pytest.raises(RuntimeError, match=r"'carafe_forward' is not available.*onedl-mmcv.*mim install mmcv"):
         operator(1, weight=2)
 
 
