@@ -1,0 +1,295 @@
+"""How one-hot the attention of a backbone starts, over the scale of the correction.
+
+Each attention layer is fed by itself with layer-normalised Gaussian probe tokens
+(:func:`mmspectral.layers.probe_tokens`), since the tokens of a real network at
+initialisation depend on all layers before.
+"""
+
+import copy
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mmspectral.analysis.projections import attention_projections, spread
+from mmspectral.layers import attention_layers, build_conditioning, condition_linear, probe_tokens, saturation
+from mmspectral.registry import MODELS
+
+
+@dataclass(frozen=True)
+class Start:
+    """One attention layer on probe tokens, at initialisation.
+
+    Args:
+        relative_entropy: Mean entropy of attention over that of uniform attention.
+        largest_logit: Largest absolute logit.
+        gradients: Frobenius norm of the gradient of W_q, W_k and W_v, by role, of
+            the inner product of the output with a fixed Gaussian tensor.
+    """
+
+    relative_entropy: float
+    largest_logit: float
+    gradients: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SaturationRow:
+    """A backbone under one correction, on tokens of one correlation.
+
+    Args:
+        model: Backbone and size.
+        scale: lambda.
+        preserve_norm: See :class:`mmspectral.layers.IdentityCorrection`; None is plain W + C.
+        correlation: Of two probe tokens.
+        relative_entropy: Mean over the layers.
+        largest_logit: Largest of the layers.
+        gradient_q: |gradient of W_q| over that at lambda = 0, mean over the layers.
+        gradient_k: The same for W_k.
+    """
+
+    model: str
+    scale: float
+    preserve_norm: float | None
+    correlation: float
+    relative_entropy: float
+    largest_logit: float
+    gradient_q: float
+    gradient_k: float
+
+
+@dataclass(frozen=True)
+class ProbedLayer:
+    """An unconditioned attention layer as ``init_weights`` leaves it.
+
+    Args:
+        module: A copy in float64 and eval mode.
+        num_tokens: Tokens that one attention sees in an image of the probed size.
+    """
+
+    module: nn.Module
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class ProbedBackbone:
+    """Attention layers of one kind of a backbone.
+
+    Args:
+        name: Backbone and size, and the class of the layers where there are several.
+        layers: By module name.
+    """
+
+    name: str
+    layers: dict[str, ProbedLayer]
+
+
+def probe_backbone(
+    type_name: str, arch: str | dict, max_layers: int = 4, image_size: int = 224, seed: int = 0
+) -> list[ProbedBackbone]:
+    """Build and initialise a backbone without conditioning and take some of its attention layers.
+
+    Args:
+        type_name: Registered type, such as ``"SpectralXCiT"``.
+        arch: Its size.
+        max_layers: Layers taken of each class, evenly spaced. Those of one class
+            start alike, up to their width, heads and number of tokens.
+        image_size: Side of the image that says how many tokens each layer sees.
+        seed: Of the initialisation; the global generator is put back after.
+
+    Returns:
+        One entry per class of attention layer: window and channel attention of
+        DaViT start differently.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        backbone = MODELS.build(dict(type=type_name, arch=arch, conditioning=None))
+        backbone.init_weights()
+    found = attention_layers(backbone)
+    lengths = _sequence_lengths(backbone.eval(), found, image_size)
+    kinds = list(dict.fromkeys(type(layer).__name__ for layer in found.values()))
+    name = f"{type_name} {arch if isinstance(arch, str) else 'custom'}"
+    probed = []
+    for kind in kinds:
+        names = [each for each, layer in found.items() if type(layer).__name__ == kind]
+        layers = {
+            each: ProbedLayer(copy.deepcopy(found[each]).double(), lengths[each]) for each in spread(names, max_layers)
+        }
+        probed.append(ProbedBackbone(f"{name} ({kind})" if len(kinds) > 1 else name, layers))
+    return probed
+
+
+def measure_start(layer: ProbedLayer, conditioning: dict | None, correlation: float) -> Start:
+    """Measure a copy of a layer with its projections conditioned.
+
+    Args:
+        layer: Taken by :func:`probe_backbone`.
+        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
+        correlation: Of two tokens.
+    """
+    module, tokens = _conditioned(layer, conditioning, correlation)
+    with torch.no_grad():
+        found = saturation(module.attention_logits(tokens))
+    output = module(tokens)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    output.backward(cotangent)
+    gradients = {}
+    for projection in attention_projections(module).values():
+        gradients.update(projection.gradient_norms())
+    return Start(found.relative_entropy, found.largest_logit, gradients)
+
+
+def saturation_rows(
+    backbone: ProbedBackbone,
+    scales: Sequence[float],
+    correlations: Sequence[float],
+    preserve_norms: Sequence[float | None] = (None,),
+) -> list[SaturationRow]:
+    """Measure a backbone with ``IdentityCorrection`` at every scale, form and correlation.
+
+    Args:
+        backbone: One entry of what :func:`probe_backbone` returned.
+        scales: Values of lambda; 0 is no correction, and measured once.
+        correlations: Of two probe tokens.
+        preserve_norms: Forms of the correction: None, and standard deviations of
+            the initial weights for the norm-preserving form.
+    """
+    layers = backbone.layers.values()
+    rows = []
+    for correlation in correlations:
+        reference = [measure_start(layer, None, correlation) for layer in layers]
+        for form in preserve_norms:
+            for scale in scales:
+                if scale == 0 and form != preserve_norms[0]:
+                    continue
+                starts = [measure_start(layer, identity(scale, form), correlation) for layer in layers]
+                rows.append(
+                    SaturationRow(
+                        backbone.name,
+                        scale,
+                        form if scale else None,
+                        correlation,
+                        statistics.fmean(start.relative_entropy for start in starts),
+                        max(start.largest_logit for start in starts),
+                        *(_gradient_ratio(starts, reference, role) for role in "qk"),
+                    )
+                )
+    return rows
+
+
+def identity(scale: float, preserve_norm: float | None = None) -> dict | None:
+    """Return the conditioning dict of ``IdentityCorrection``; None at scale 0."""
+    if scale == 0:
+        return None
+    form = {} if preserve_norm is None else dict(preserve_norm=preserve_norm)
+    return dict(type="IdentityCorrection", scale=scale, **form)
+
+
+def largest_scale(
+    backbone: ProbedBackbone,
+    min_entropy: float = 0.5,
+    correlation: float = 0.5,
+    preserve_norm: float | None = None,
+    upper: float = 100.0,
+) -> float:
+    """Suggest the largest lambda that keeps a share of the maximal entropy in every layer measured.
+
+    Found by bisection to 1 %, rounded down to two digits; entropy is taken to
+    fall with lambda.
+
+    Args:
+        backbone: One entry of what :func:`probe_backbone` returned.
+        min_entropy: Share of the entropy of uniform attention.
+        correlation: Of two probe tokens.
+        preserve_norm: Form of the correction.
+        upper: Largest lambda considered.
+
+    Returns:
+        lambda; ``upper`` if even that keeps the share, 0 if nothing does.
+    """
+
+    def keeps(scale: float) -> bool:
+        for layer in backbone.layers.values():
+            module, tokens = _conditioned(layer, identity(scale, preserve_norm), correlation)
+            with torch.no_grad():
+                if saturation(module.attention_logits(tokens)).relative_entropy < min_entropy:
+                    return False
+        return True
+
+    low, high = 1e-3, upper
+    if keeps(high):
+        return high
+    if not keeps(low):
+        return 0.0
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    digits = f"{low:.6e}"
+    return float(digits[:3] + digits[digits.index("e") :])
+
+
+def write_csv(rows: Sequence[SaturationRow], path: str | Path) -> None:
+    """Write the rows, one a line, with the names of their fields as header."""
+    with Path(path).open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(SaturationRow)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def markdown_table(rows: Sequence[SaturationRow]) -> str:
+    """Return a table with one line per backbone, lambda and form, and the correlations side by side."""
+    correlations = list(dict.fromkeys(row.correlation for row in rows))
+    at = "at correlation " + " / ".join(f"{c:g}" for c in correlations)
+    lines = [
+        f"| backbone | lambda | entropy share {at} | largest logit | W_q gradient | W_k gradient |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple, dict[float, SaturationRow]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.preserve_norm, row.scale), {})[row.correlation] = row
+    for (model, form, scale), group in groups.items():
+        label = f"{scale:g}" if form is None else f"{scale:g}, norm kept"
+        cells = [
+            " / ".join(f"{getattr(group[c], name):{style}}" for c in correlations)
+            for name, style in (
+                ("relative_entropy", ".2f"),
+                ("largest_logit", ".3g"),
+                ("gradient_q", ".2g"),
+                ("gradient_k", ".2g"),
+            )
+        ]
+        lines.append(f"| {model} | {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _sequence_lengths(backbone: nn.Module, layers: dict[str, nn.Module], image_size: int) -> dict[str, int]:
+    lengths = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: lengths.update({name: args[0].shape[1]}))
+        for name, layer in layers.items()
+    ]
+    with torch.no_grad():
+        backbone(torch.zeros(1, 3, image_size, image_size))
+    for handle in handles:
+        handle.remove()
+    return lengths
+
+
+def _conditioned(layer: ProbedLayer, conditioning: dict | None, correlation: float) -> tuple[nn.Module, Tensor]:
+    """Return a conditioned copy of the layer and its probe tokens [1, N, D]."""
+    module = copy.deepcopy(layer.module)
+    projections = attention_projections(module)
+    correction = build_conditioning(conditioning)
+    for name, projection in projections.items():
+        layout = projection.layout
+        condition_linear(module, name, correction, layout.roles, layout.num_heads, layout.row_order)
+    dim = next(iter(projections.values())).module.in_features
+    return module, probe_tokens(layer.num_tokens, dim, correlation).double()
+
+
+def _gradient_ratio(starts: list[Start], reference: list[Start], role: str) -> float:
+    pairs = zip(starts, reference, strict=True)
+    return statistics.fmean(start.gradients[role] / zero.gradients[role] for start, zero in pairs)

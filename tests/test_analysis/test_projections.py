@@ -1,0 +1,117 @@
+"""Which matrices the q, k and v projections are, for every kind of conditioning and for none."""
+
+import pytest
+import torch
+from mmpretrain.models.backbones import XCiT
+from torch import nn
+
+from mmspectral.analysis.projections import attention_projections, spectrum
+from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.layers.switches import QKNorm, SpectralNorm
+
+
+def attention(conditioning, row_order="[3][heads][d]"):
+    torch.manual_seed(0)
+    layer = nn.Module()
+    layer.num_heads = 2
+    layer.qkv = nn.Linear(8, 24)
+    condition_linear(layer, "qkv", build_conditioning(conditioning), ("q", "k", "v"), 2, row_order)
+    return layer
+
+
+def kappa(matrix):
+    return torch.linalg.cond(matrix.detach().double()).item()
+
+
+def test_spectrum_of_known_matrices():
+    found = spectrum(torch.diag(torch.tensor([4.0, 2.0, 0.5])).double())
+    assert (found.sigma_max, found.sigma_min, found.kappa, found.rank_deficient) == (4, 0.5, 8, False)
+    heads = spectrum(torch.stack([torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([10.0, 5.0]))]))
+    assert (heads.sigma_max, heads.sigma_min, heads.kappa) == (10, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rank_deficient_and_non_finite_matrices_have_no_kappa(dtype):
+    """users.md C12."""
+    singular = spectrum(torch.ones(6, 4, dtype=dtype))
+    assert singular.rank_deficient and singular.sigma_max == pytest.approx(24**0.5)
+    assert spectrum(torch.zeros(3, 3, dtype=dtype)).rank_deficient
+    broken = spectrum(torch.tensor([[1.0, torch.nan], [0.0, 1.0]], dtype=dtype))
+    assert broken.kappa != broken.kappa and not broken.rank_deficient
+
+
+@pytest.mark.parametrize("scope", ["full", "head"])
+@pytest.mark.parametrize("row_order", ["[3][heads][d]", "[heads][3][d]"])
+def test_identity_in_every_layout(scope, row_order):
+    layer = attention(dict(type="IdentityCorrection", scale=3.0, scope=scope, targets=["q", "v"]), row_order)
+    weight = layer.qkv.weight.double()
+    blocks = weight.view(3, 2, 4, 8) if row_order.startswith("[3]") else weight.view(2, 3, 4, 8).transpose(0, 1)
+    (projection,) = attention_projections(layer).values()
+    for p, (role, (before, after)) in enumerate(projection.spectra().items()):
+        corrected = 0.0 if role == "k" else 3.0
+        if scope == "full":
+            matrix = blocks[p].reshape(8, 8)
+            expected = kappa(matrix), kappa(matrix + corrected * torch.eye(8))
+        else:
+            expected = (
+                max(kappa(head) for head in blocks[p]),
+                max(kappa(head + corrected * torch.eye(4, 8)) for head in blocks[p]),
+            )
+        assert (before.kappa, after.kappa) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_corrections_that_follow_from_the_weight(interval):
+    layer = attention(dict(type="SVDCorrection", interval=interval))
+    spectra = next(iter(attention_projections(layer).values())).spectra()
+    for before, after in spectra.values():
+        assert before.kappa > 4 and after.kappa <= 2
+    if interval > 1:  # the stored C is what counts, not the one that the weight would give now
+        with torch.no_grad():
+            layer.qkv.weight.neg_()
+        after = next(iter(attention_projections(layer).values())).spectra()["q"][1]
+        assert after.kappa > 4
+
+
+def test_switches_are_measured_by_the_weight_that_they_multiply_by():
+    (projection,) = attention_projections(attention(SpectralNorm())).values()
+    before, after = projection.spectra()["q"]
+    assert after.kappa == pytest.approx(before.kappa, rel=1e-6) and after.sigma_max != before.sigma_max
+    (projection,) = attention_projections(attention(QKNorm())).values()
+    before, after = projection.spectra()["q"]
+    assert before == after
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_multihead_attention_of_torch(separate):
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(8, 2, **(dict(kdim=6, vdim=5) if separate else {}))
+    conditioned = ConditionedMultiheadAttention(stock, build_conditioning(dict(type="IdentityCorrection", scale=10.0)))
+    names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if separate else ["in_proj_weight"]
+    model = nn.ModuleDict(dict(plain=stock, conditioned=conditioned))
+    found = attention_projections(model)
+    assert list(found) == [f"{part}.{name}" for part in model for name in names]
+    plain, corrected = (found[f"{part}.{names[0]}"].spectra()["q"] for part in model)
+    query = stock.q_proj_weight if separate else stock.in_proj_weight[:8]
+    assert plain[0] == plain[1] == corrected[0]
+    assert plain[0].kappa == pytest.approx(kappa(query), rel=1e-9)
+    assert corrected[1].kappa == pytest.approx(kappa(query + 10 * torch.eye(8)), rel=1e-6)
+
+
+def test_stock_backbones_are_found_by_their_names():
+    model = XCiT(patch_size=8, embed_dims=16, depth=2, num_heads=2, cls_attn_layers=1)
+    assert list(attention_projections(model)) == [
+        *(f"xca_layers.{i}.attn.qkv" for i in range(2)),
+        *(f"ca_layers.0.attn.{role}" for role in "qkv"),
+    ]
+    assert attention_projections(nn.Sequential(nn.Linear(3, 9))) == {}
+
+
+def test_gradient_norms_by_role():
+    layer = attention(dict(type="IdentityCorrection"))
+    (projection,) = attention_projections(layer).values()
+    assert projection.gradient_norms() == {}
+    layer.qkv(torch.randn(4, 8)).square().sum().backward()
+    expected = {role: block.norm().item() for role, block in zip("qkv", layer.qkv.weight.grad.split(8), strict=True)}
+    assert projection.gradient_norms() == pytest.approx(expected)

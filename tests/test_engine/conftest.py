@@ -1,0 +1,127 @@
+"""A tiny classifier on SpectralXCiT and runs of mmengine's Runner on given batches."""
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmengine.model import BaseModel
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.runner import Runner
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmspectral.models import SpectralXCiT
+
+ARCH = dict(embed_dims=16, depth=3, num_heads=2, cls_attn_layers=1)
+
+
+class TinyClassifier(BaseModel):
+    """Two classes; ``trouble(features, inputs)`` stands between backbone and head."""
+
+    def __init__(self, conditioning=None, trouble=None, **kwargs):
+        super().__init__()
+        self.backbone = SpectralXCiT(arch=ARCH, patch_size=8, conditioning=conditioning, **kwargs)
+        self.trouble = trouble
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, inputs, labels=None, mode="tensor"):
+        inputs = inputs.to(self.head.weight.dtype)
+        features = self.backbone(inputs)[0]
+        if self.trouble is not None:
+            features = self.trouble(features, inputs)
+        logits = self.head(features)
+        return dict(loss=F.cross_entropy(logits.float(), labels)) if mode == "loss" else logits
+
+
+class CpuAmpOptimWrapper(AmpOptimWrapper):
+    """mmengine's, whose constructor asks for a GPU, with a loss scaler of the CPU."""
+
+    def __init__(self, optimizer, scaler, **kwargs):
+        OptimWrapper.__init__(self, optimizer, **kwargs)
+        self._scale_update_param = None
+        self.loss_scaler = scaler
+        self.cast_dtype = torch.bfloat16
+
+
+@pytest.fixture
+def tiny_classifier():
+    """The class itself, to derive from."""
+    return TinyClassifier
+
+
+@pytest.fixture
+def classifier():
+    """Return a function that builds the classifier, or a subclass ``kind``, with a fixed start."""
+
+    def build(conditioning=None, kind=None, **kwargs):
+        torch.manual_seed(0)
+        model = (kind or TinyClassifier)(conditioning, **kwargs)
+        model.init_weights()  # the Runner would draw anew
+        return model
+
+    return build
+
+
+@pytest.fixture
+def cpu_amp():
+    """Return a function that builds an ``AmpOptimWrapper`` on the CPU: (optimizer, initial scale, ...)."""
+
+    def build(optimizer, init_scale=1024.0, **kwargs):
+        return CpuAmpOptimWrapper(optimizer, torch.amp.GradScaler("cpu", init_scale=init_scale), **kwargs)
+
+    return build
+
+
+@pytest.fixture
+def images():
+    """Return a function that makes n batches [2, 3, 24, 32], as one tensor."""
+
+    def make(n):
+        return torch.randn(n, 2, 3, 24, 32, generator=torch.Generator().manual_seed(1))
+
+    return make
+
+
+@pytest.fixture
+def make_runner(tmp_path):
+    """Return a function that builds a Runner for one epoch over the batches, with a checkpoint per iteration."""
+
+    def build(model, batches, hooks, optim_wrapper=None, lr=0.05, epochs=1, **kwargs):
+        samples = [dict(inputs=image, labels=index % 2) for batch in batches for index, image in enumerate(batch)]
+        if optim_wrapper is None:
+            optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **kwargs)
+        return Runner(
+            model,
+            str(tmp_path),
+            train_dataloader=DataLoader(samples, batch_size=2, shuffle=False),
+            train_cfg=dict(by_epoch=True, max_epochs=epochs),
+            optim_wrapper=optim_wrapper,
+            default_hooks=dict(
+                checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False),
+                logger=dict(type="LoggerHook", interval=1),
+            ),
+            custom_hooks=hooks,
+            experiment_name=uuid.uuid4().hex,
+            default_scope="mmengine",
+            randomness=dict(seed=0),
+        )
+
+    return build
+
+
+@pytest.fixture
+def logged():
+    """Return a function that reads the strictly valid JSON lines of a run that hold scalars of the hook."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    def read(runner):
+        path = Path(runner.log_dir, "vis_data", "scalars.json")
+        lines = [line for line in path.read_text().splitlines() if "conditioning/seconds" in line]
+        return [json.loads(line, parse_constant=refuse) for line in lines]
+
+    return read

@@ -1,0 +1,247 @@
+"""ConditioningHook in real runs: its numbers against independent ones, and that it changes nothing."""
+
+import copy
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from mmengine.model import MMDistributedDataParallel
+from mmengine.optim import OptimWrapper
+from torch import nn
+
+from mmspectral.engine.hooks import ConditioningHook
+from mmspectral.registry import HOOKS
+
+IDENTITY = dict(type="IdentityCorrection", scale=10.0)
+QKV = "backbone.xca_layers.0.attn.qkv"
+
+
+def kappa(matrix):
+    return torch.linalg.cond(matrix.double()).item()
+
+
+def merged(lines, step):
+    return {key: value for line in lines if line["step"] == step for key, value in line.items()}
+
+
+def test_spectra_are_those_of_the_weights_before_training_and_after_every_nth_iteration(
+    classifier, make_runner, images, logged
+):
+    model = classifier(IDENTITY)
+    start = model.get_parameter(f"{QKV}.weight").detach().clone()
+    hook = HOOKS.build(dict(type="mmspectral.ConditioningHook", interval=2, statistics=["spectrum"]))
+    runner = make_runner(model, images(5), [hook])
+    runner.train()
+    lines = logged(runner)
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    fourth = torch.load(f"{runner.work_dir}/iter_4.pth", weights_only=False)["state_dict"][f"{QKV}.weight"]
+    for line, weight in ((lines[0], start), (lines[2], fourth)):
+        for p, role in enumerate("qkv"):
+            matrix = weight.view(3, 16, 16)[p].double()
+            sigma = torch.linalg.svdvals(matrix)
+            name = f"conditioning/{QKV}/{role}"
+            assert line[f"{name}/sigma_max_before"] == pytest.approx(sigma[0].item(), rel=1e-9)
+            assert line[f"{name}/sigma_min_before"] == pytest.approx(sigma[-1].item(), rel=1e-9)
+            assert line[f"{name}/kappa_before"] == pytest.approx(kappa(matrix), rel=1e-9)
+            assert line[f"{name}/kappa_after"] == pytest.approx(kappa(matrix + 10 * torch.eye(16)), rel=1e-9)
+            assert line[f"{name}/rank_deficient_before"] == line[f"{name}/rank_deficient_after"] == 0
+    assert runner.message_hub.get_scalar("train/kappa_max").current() == max(
+        value for name, value in lines[2].items() if name.endswith("kappa_after")
+    )
+    assert runner.message_hub.get_scalar("train/rank_deficient").current() == 0
+
+
+def test_attention_is_measured_on_the_tokens_of_the_forward_pass(classifier, make_runner, images, logged):
+    model = classifier(dict(type="IdentityCorrection", scale=0.3), with_cp=True)
+    layer = model.backbone.xca_layers[1].attn
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append((copy.deepcopy(module.qkv), args[0].detach())))
+    hook = ConditioningHook(interval=2, layers=r"xca_layers\.1", statistics=["attention"])
+    runner = make_runner(model, images(3), [hook])
+    runner.train()
+    (line,) = logged(runner)
+    qkv, x = seen[2]  # two passes per iteration: gradient checkpointing runs the second one again
+    q, k, _ = qkv(x).detach().double().reshape(2, 12, 3, 2, 8).permute(2, 0, 3, 4, 1)  # [B, h, d, N]
+    q, k = (each / each.norm(dim=-1, keepdim=True) for each in (q, k))
+    logits = q @ k.mT * layer.temperature.detach().double()
+    attention = logits.softmax(-1)
+    entropy = -(attention * attention.log()).sum(-1).mean().item()
+    name = "conditioning/backbone.xca_layers.1.attn"
+    assert line["step"] == 2
+    assert line[f"{name}/entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert line[f"{name}/relative_entropy"] == pytest.approx(entropy / math.log(8), rel=1e-5)
+    # The temperature moved by one update since.
+    assert line[f"{name}/largest_logit"] == pytest.approx(logits.abs().max().item(), rel=1e-2)
+    assert not [key for key in line if "xca_layers.0" in key or "kappa" in key]
+
+
+def test_gradients_are_those_of_the_next_update_under_accumulation(classifier, make_runner, images, logged):
+    model = classifier(IDENTITY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    weight = model.get_parameter(f"{QKV}.weight")
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
+    hook = ConditioningHook(interval=3, max_layers=1, statistics=["gradient"])
+    wrapper = OptimWrapper(optimizer, accumulative_counts=2, clip_grad=dict(max_norm=0.1))
+    runner = make_runner(model, images(4), [hook], wrapper)
+    runner.train()
+    (line,) = logged(runner)
+    assert line["step"] == 4 and len(seen) == 2
+    for p, role in enumerate("qkv"):
+        expected = seen[1][16 * p : 16 * p + 16].norm().item()
+        assert line[f"conditioning/{QKV}/{role}/grad_norm"] == pytest.approx(expected, rel=1e-5)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1  # the test's own
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_under_a_loss_scaler_are_unscaled(classifier, make_runner, images, logged, cpu_amp, fused):
+    norms = []
+    for scale in (1.0, 4096.0):
+        model = classifier(IDENTITY)
+        wrapper = cpu_amp(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), init_scale=scale)
+        runner = make_runner(model, images(1), [ConditioningHook(interval=1, statistics=["gradient"])], wrapper)
+        runner.train()
+        norms.append(logged(runner)[-1][f"conditioning/{QKV}/v/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3) and norms[0] > 0
+
+
+def test_rank_deficient_is_a_flag_and_no_number(classifier, make_runner, images, logged):
+    """users.md C12."""
+    model = classifier(IDENTITY)
+    with torch.no_grad():
+        model.get_parameter(f"{QKV}.weight")[:16] = 0.5
+    hook = ConditioningHook(interval=99, max_layers=1, statistics=["spectrum"])
+    runner = make_runner(model, images(1), [hook])
+    runner.train()
+    (line,) = logged(runner)
+    assert line[f"conditioning/{QKV}/q/rank_deficient_before"] == 1
+    assert f"conditioning/{QKV}/q/kappa_before" not in line
+    assert line[f"conditioning/{QKV}/q/kappa_after"] == pytest.approx(1.8)  # 0.5 * ones has the eigenvalues 8 and 0
+    assert line[f"conditioning/{QKV}/k/rank_deficient_before"] == 0
+
+
+def test_values_that_are_not_finite_are_flags(classifier, make_runner, images, logged):
+    model = classifier(IDENTITY)
+    model.get_parameter(f"{QKV}.weight").register_hook(lambda grad: grad * torch.inf)
+    runner = make_runner(model, images(2), [ConditioningHook(interval=2, max_layers=1)], lr=0.0)
+    runner.train()
+    line = merged(logged(runner), 2)
+    assert line[f"conditioning/{QKV}/q/grad_norm_non_finite"] == 1
+    assert f"conditioning/{QKV}/q/grad_norm" not in line
+    assert line[f"conditioning/{QKV}/q/kappa_after_non_finite"] == 1  # 0 * inf is nan
+    assert f"conditioning/{QKV}/q/rank_deficient_after" in line
+
+
+def test_stock_twin_logs_the_same_names(classifier, make_runner, images, logged):
+    names, lines = [], []
+    for conditioning in (IDENTITY, None):
+        runner = make_runner(classifier(conditioning), images(1), [ConditioningHook(interval=1)])
+        runner.train()
+        lines.append(merged(logged(runner), 1))
+        names.append(set(lines[-1]))
+    assert names[0] == names[1]
+    twin = {name: value for name, value in lines[1].items() if name.endswith("_before")}
+    assert twin and all(lines[1][name.replace("_before", "_after")] == value for name, value in twin.items())
+    assert any("ca_layers.0.attn.q/q/" in name for name in names[0])
+
+
+def test_training_is_bit_equal_with_and_without_the_hook(classifier, make_runner, images):
+    states = []
+    for hooks in ([ConditioningHook(interval=1)], []):
+        model = classifier(IDENTITY, drop_rate=0.1, drop_path_rate=0.1)
+        make_runner(model, images(3), hooks).train()
+        states.append(model.state_dict())
+        assert not any(module._forward_pre_hooks for module in model.backbone.xca_layers.modules())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+class AutocastWrapper(OptimWrapper):
+    @contextmanager
+    def optim_context(self, model):
+        with super().optim_context(model), torch.autocast("cpu", torch.bfloat16):
+            yield
+
+
+@pytest.mark.parametrize("precision", ["cast", "autocast"])
+def test_low_precision(classifier, make_runner, images, logged, precision):
+    """users.md C11: decompositions of bfloat16 weights."""
+    model = classifier(IDENTITY)
+    if precision == "cast":
+        model = model.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapper = AutocastWrapper(optimizer) if precision == "autocast" else OptimWrapper(optimizer)
+    expected = kappa(model.get_parameter(f"{QKV}.weight")[:16])
+    runner = make_runner(model, images(1), [ConditioningHook(interval=1)], wrapper)
+    runner.train()
+    lines = logged(runner)
+    assert merged(lines, 0)[f"conditioning/{QKV}/q/kappa_before"] == pytest.approx(expected, rel=1e-9)
+    line = merged(lines, 1)
+    assert line[f"conditioning/{QKV}/q/grad_norm"] > 0
+    assert 0.9 < line["conditioning/backbone.xca_layers.0.attn/relative_entropy"] <= 1
+    assert not any("non_finite" in name for name in line)
+
+
+def test_names_are_those_of_the_model_inside_a_wrapper(classifier, make_runner, images, logged, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = MMDistributedDataParallel(classifier(IDENTITY))
+        runner = make_runner(model, images(1), [ConditioningHook(interval=1, max_layers=1)])
+        runner.train()
+        line = merged(logged(runner), 1)
+    finally:
+        dist.destroy_process_group()
+    assert line[f"conditioning/{QKV}/q/grad_norm"] > 0
+    assert "conditioning/backbone.xca_layers.0.attn/entropy" in line
+
+
+def test_by_epoch_measures_the_last_iteration_of_every_nth_epoch(classifier, make_runner, images, logged):
+    hook = ConditioningHook(interval=2, by_epoch=True, max_layers=1)
+    runner = make_runner(classifier(), images(2), [hook], epochs=2)
+    runner.train()
+    assert {line["step"] for line in logged(runner)} == {0, 4}
+
+
+def test_layers_are_spread_and_named(classifier, make_runner, images, logged):
+    runner = make_runner(classifier(IDENTITY), images(1), [ConditioningHook(interval=9, max_layers=2, layers="xca_")])
+    runner.train()
+    names = {name.split("/")[1] for name in logged(runner)[0] if "/q/" in name}
+    assert names == {QKV, "backbone.xca_layers.2.attn.qkv"}
+
+
+@pytest.mark.parametrize("max_tokens", [5, 12])
+def test_long_sequences_are_thinned_only_where_attention_is_among_tokens(max_tokens):
+    class AmongTokens(nn.Module):
+        def attention_logits(self, x):
+            return x @ x.mT
+
+    class AmongChannels(nn.Module):
+        def attention_logits(self, x):
+            return x.mT @ x
+
+    hook = ConditioningHook(max_samples=2, max_tokens=max_tokens)
+    x = torch.randn(5, 12, 3)
+    assert torch.equal(hook._part(AmongChannels(), x), x[::3])
+    assert torch.equal(hook._part(AmongTokens(), x), x[::3, ::3] if max_tokens == 5 else x[::3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (dict(interval=0), "interval must be a positive integer"),
+        (dict(max_layers=1.5), "max_layers"),
+        (dict(statistics="spectrum"), "statistics must be a list"),
+        (dict(statistics=["kappa"]), "statistics must be a list"),
+    ],
+)
+def test_wrong_settings(settings, match):
+    with pytest.raises(ValueError, match=match):
+        ConditioningHook(**settings)
+
+
+def test_a_model_with_nothing_to_measure_is_an_error(classifier, make_runner, images):
+    with pytest.raises(ValueError, match="no attention layer matches layers='swin'; there are backbone.xca_layers.0"):
+        make_runner(classifier(), images(1), [ConditioningHook(layers="swin")]).train()
+    with pytest.raises(ValueError, match="Linear has no attention layer that can be measured"):
+        ConditioningHook()._choose(nn.Linear(2, 2))
