@@ -72,7 +72,9 @@ def main() -> None:
         for name, seconds in times.items():
             ratios = [a / b for a, b in zip(seconds, times["plain"], strict=True)]
             low_q, median, high_q = statistics.quantiles(ratios, n=4)
-            print(f"  {name:24} {1e3 * statistics.median(seconds):7.2f} ms  ratio {median:.3f} ({low_q:.3f}-{high_q:.3f})")
+            print(
+                f"  {name:24} {1e3 * statistics.median(seconds):7.2f} ms  ratio {median:.3f} ({low_q:.3f}-{high_q:.3f})"
+            )
 
 
 if __name__ == "__main__":
