@@ -9,6 +9,8 @@ from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
 from mmspectral.engine.runner.testing import innermost_dataset
+from mmspectral.models.checkpoint_files import read_checkpoint
+from mmspectral.models.checkpoints import fit_to_model
 
 
 class ClassificationPredictor:
@@ -21,7 +23,12 @@ class ClassificationPredictor:
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str):
-        self.inferencer = ImageClassificationInferencer(cfg, pretrained=checkpoint, device=device)
+        loaded = read_checkpoint(checkpoint)
+        meta = loaded.get("meta", {})
+        names = meta.get("dataset_meta", {}).get("classes") or meta.get("CLASSES")
+        self.inferencer = ImageClassificationInferencer(cfg, pretrained=False, device=device, classes=names)
+        weights, _ = fit_to_model(self.inferencer.model, loaded, checkpoint)
+        self.inferencer.model.load_state_dict(weights.state_dict(), strict=False)
         self.classes = self.inferencer.classes or innermost_dataset(cfg).get("metainfo", {}).get("classes")
         self.visualizer = UniversalVisualizer()
 

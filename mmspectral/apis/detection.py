@@ -11,6 +11,7 @@ from mmengine.config import Config, ConfigDict
 
 from mmspectral.apis.coco_ids import category_ids, read_annotations
 from mmspectral.engine.runner.testing import innermost_dataset
+from mmspectral.models.checkpoints import fit_to_model
 
 
 class _Inferencer(DetInferencer):
@@ -24,7 +25,8 @@ class _Inferencer(DetInferencer):
                 "state_dict": checkpoint.get("state_dict", checkpoint),
                 "meta": {**meta, "dataset_meta": metainfo},
             }
-        super()._load_weights_to_model(model, checkpoint, cfg)
+        weights, _ = fit_to_model(model, checkpoint, "the checkpoint")
+        super()._load_weights_to_model(model, {**checkpoint, "state_dict": weights.state_dict()}, cfg)
 
 
 class DetectionPredictor:

@@ -134,6 +134,14 @@ class ConditionedLinear(nn.Linear):
     ) -> None:
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(*arguments)
+        trained = local_metadata.get(METADATA_KEY)
+        if f"{prefix}weight" in state_dict and trained not in (None, _note(self)):
+            # torch raises what is collected here, mmengine logs it.
+            error_msgs.append(
+                f"{prefix}weight was trained with {trained} but is loaded into a projection with {_note(self)}, which "
+                "changes what the model computes. Build the model with the file's `conditioning`, fold the file "
+                "(tools/model_converters/fold.py), or load it by mmspectral.models.checkpoints.load_backbone."
+            )
         key = f"{prefix}correction"
         if self.conditioning.stored and f"{prefix}weight" in state_dict and key not in state_dict:
             missing_keys[:] = [missing for missing in missing_keys if missing != key]
@@ -141,4 +149,8 @@ class ConditionedLinear(nn.Linear):
 
 
 def _write_metadata(module: ConditionedLinear, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    local_metadata[METADATA_KEY] = dict(module.conditioning.settings(), layout=module.layout.as_dict())
+    local_metadata[METADATA_KEY] = _note(module)
+
+
+def _note(module: ConditionedLinear) -> dict:
+    return dict(module.conditioning.settings(), layout=module.layout.as_dict())

@@ -1,19 +1,21 @@
-"""Load backbone weights loudly: what matched, what did not, and under which correction it was trained."""
+"""The one loader: what of a file matches a model, under whichever names and correction it was trained."""
 
 import logging
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from mmengine.logging import print_log
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-from mmspectral.compat.checkpoints import FORCE_UNSAFE, load_from_http, load_from_local
-from mmspectral.layers import METADATA_KEY, Correction, build_conditioning, conditioned_projections
-from mmspectral.ops import ProjectionLayout
+from mmspectral.models.checkpoint_corrections import keep_function
+from mmspectral.models.checkpoint_files import Weights, find_weights, read_checkpoint, without_wrappers
+from mmspectral.models.key_maps import FAMILIES, detect, to_mmpretrain
 
-PREFIXES = ("", "backbone.", "module.", "module.backbone.")
+PREFIXES = ("", "backbone.")
+# The backbones fit these to their own grid or window as they load them.
+RESIZED = ("relative_position_bias_table", "pos_embed")
+_DERIVED = ("relative_position_index", "num_batches_tracked")  # no weights: made anew, or a counter
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,54 @@ class LoadReport:
 
     Args:
         matched: Parameters (by count of numbers) taken from the file.
-        total: Parameters of the module.
-        missing: Names of the module that the file does not have.
-        unused: Names of the file that the module does not have.
+        total: Parameters of the backbone.
+        missing: Names of the backbone that the file does not have.
+        unused: Names of the file's backbone that the model does not have.
+        resized: Names of position embeddings and bias tables that were resized.
+        skipped: Names outside the backbone that were not loaded, such as heads.
+        naming: Whose names the file has, such as ``"timm xcit"``.
+        entry: Key of the file under which the weights stood, "" for the top.
     """
 
     matched: int
     total: int
-    missing: tuple[str, ...]
-    unused: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    naming: str = ""
+    entry: str = ""
+
+    @property
+    def share(self) -> float:
+        """Share of the backbone's parameters that were matched, in [0, 1]."""
+        return self.matched / self.total if self.total else 1.0
 
     def __str__(self) -> str:
-        text = f"matched {self.matched:,} of {self.total:,} parameters ({100 * self.matched / self.total:.1f} %)"
-        for label, names in (("not in the file", self.missing), ("in the file but not used", self.unused)):
+        text = f"matched {self.matched:,} of {self.total:,} parameters ({100 * self.share:.1f} %)"
+        text += f" from {self.entry!r}" if self.entry else ""
+        text += f", names of {self.naming}" if self.naming else ""
+        lists = (
+            ("resized", self.resized),
+            ("not in the file", self.missing),
+            ("in the file but not used", self.unused),
+        )
+        for label, names in lists:
             if names:
                 text += f"; {label}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        if self.skipped:
+            parts = Counter(name.partition(".")[0] for name in self.skipped)
+            text += f"; skipped: {', '.join(f'{part} ({count} tensors)' for part, count in parts.items())}"
         return text
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Weights of a file under the names of a backbone, and the rest under those of a mmpretrain classifier."""
+
+    backbone: Weights
+    outside: dict[str, Tensor]
+    report: LoadReport
 
 
 def load_backbone(
@@ -46,11 +80,16 @@ def load_backbone(
     prefix: str | None = None,
     trained_with_conditioning: bool | None = None,
     min_matched: float = 0.9,
+    entry: str | None = None,
 ) -> LoadReport:
     """Load a checkpoint file into a backbone, or raise.
 
-    Understands a bare state dict and one under ``state_dict`` or ``model``, with
-    names that are bare or start with ``backbone.`` or ``module.``.
+    The state dict may stand at the top of the file or under one of
+    :data:`mmspectral.models.checkpoint_files.ENTRIES`, with names that are bare
+    or start with ``backbone.``, behind any number of ``module.`` and
+    ``_orig_mod.``. They may be mmpretrain's, or those of timm, of the official
+    code, or mmsegmentation's (:mod:`mmspectral.models.key_maps`). Position
+    embeddings and bias tables are resized.
 
     A file tells by its metadata under which correction each projection was
     trained. Where that differs from the correction of ``backbone``, the function
@@ -64,6 +103,7 @@ def load_backbone(
         trained_with_conditioning: Overrides the metadata, for files that lost
             it: True means "with the backbone's own correction", False "without".
         min_matched: Share of the parameters that must be matched.
+        entry: Key of the state dict in the file; found out if None.
 
     Returns:
         What was matched.
@@ -72,129 +112,123 @@ def load_backbone(
         ValueError: The file holds no state dict, a shape differs, too little
             matched, or a correction would change the function.
     """
-    state, metadata = _state_dict(_read(checkpoint), checkpoint)
-    prefix = _find_prefix(backbone, state) if prefix is None else prefix
-    state = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-    metadata = {name.removeprefix(prefix): entry for name, entry in metadata.items()}
-    parameters = dict(backbone.named_parameters())
+    weights = find_weights(read_checkpoint(checkpoint), checkpoint, entry)
+    fitted = _fit(backbone, weights, checkpoint, prefix, min_matched)
+    weights = fitted.backbone
+    keep_function(backbone, weights, checkpoint, trained_with_conditioning)
     own = backbone.state_dict()
+    weights.tensors = {name: weights.tensors[name] for name in own if name in weights.tensors}
+    backbone.load_state_dict(weights.state_dict(), strict=False)
+    print_log(f"{checkpoint}: {fitted.report}.", "current", logging.INFO)
+    return fitted.report
+
+
+def fit_to_model(
+    model: nn.Module, checkpoint: Mapping, source: str, min_matched: float = 0.9
+) -> tuple[Weights, LoadReport]:
+    """Bring the weights of a file under the names of a whole detector or classifier, or raise.
+
+    What does not fit outside the backbone, such as the head for another number
+    of classes, is left out and listed as skipped. Weights that do not say under
+    which correction they were trained are accepted with a warning.
+
+    Args:
+        model: With its backbone as ``model.backbone``, or a backbone itself.
+        checkpoint: What was read from the file.
+        source: Name of the file, for messages.
+        min_matched: Share of the backbone's parameters that must be matched.
+
+    Returns:
+        The weights, ready for ``model.load_state_dict(weights.state_dict(),
+        strict=False)``, and what was matched.
+
+    Raises:
+        ValueError: As for :func:`load_backbone`.
+    """
+    place = "backbone." if isinstance(getattr(model, "backbone", None), nn.Module) else ""
+    fitted = _fit(
+        model.get_submodule(place.removesuffix(".")), find_weights(checkpoint, source), source, None, min_matched
+    )
+    own = model.state_dict()
+    outside = {n: t for n, t in fitted.outside.items() if place and n in own and own[n].shape == t.shape}
+    skipped = tuple(name for name in fitted.outside if name not in outside)
+    tensors = {f"{place}{name}": tensor for name, tensor in fitted.backbone.tensors.items()}
+    metadata = {f"{place}{name}".removesuffix("."): entry for name, entry in fitted.backbone.metadata.items()}
+    weights = Weights(tensors | outside, metadata, fitted.report.entry)
+    keep_function(model, weights, source, accept_unknown=True)
+    report = replace(fitted.report, skipped=skipped)
+    print_log(f"{source}: backbone {report}.", "current", logging.INFO)
+    return weights, report
+
+
+def _fit(backbone: nn.Module, weights: Weights, source: str, prefix: str | None, min_matched: float) -> _Fitted:
+    own = backbone.state_dict()
+    family = detect(own)
+    prefixes = PREFIXES if prefix is None else (without_wrappers(prefix),)
+    candidates = [_rename(weights, prefix, family and family[0].name) for prefix in prefixes]
+    found, outside, naming = max(candidates, key=lambda candidate: sum(name in candidate[0].tensors for name in own))
+    parameters = dict(backbone.named_parameters())
+    # A head that stands beside the names of a bare backbone belongs to the classifier.
+    heads = [name for name in found.tensors if name not in own and name.partition(".")[0].startswith("head")]
+    outside |= {name: found.tensors.pop(name) for name in heads}
+    state = found.tensors
     report = LoadReport(
         matched=sum(p.numel() for name, p in parameters.items() if name in state),
         total=sum(p.numel() for p in parameters.values()),
-        missing=tuple(name for name in own if name not in state),
-        unused=tuple(name for name in state if name not in own),
+        missing=tuple(name for name in own if name not in state and not name.endswith(_DERIVED)),
+        unused=tuple(name for name in state if name not in own and not name.endswith(_DERIVED)),
+        resized=tuple(n for n in own if n in state and n.endswith(RESIZED) and own[n].shape != state[n].shape),
+        skipped=tuple(outside),
+        naming=naming,
+        entry=weights.entry,
     )
-    if report.matched < min_matched * report.total:
-        raise ValueError(
-            f"{checkpoint}: {report}. At least {100 * min_matched:.0f} % must match, so the rest would stay random. "
-            f"Names in the file begin like {_examples(state or {prefix: None})}, in {type(backbone).__name__} like "
-            f"{_examples(own)}. Give the right `prefix`, convert the names, or lower `min_matched` in init_cfg."
-        )
-    wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
+    if report.share < min_matched:
+        raise ValueError(_too_little(backbone, report, weights, found, source, min_matched))
+    wrong = [name for name in own if name in state and not _fits(name, state[name], own[name])]
     if wrong:
         shapes = "; ".join(f"{n}: file {tuple(state[n].shape)}, model {tuple(own[n].shape)}" for n in wrong[:8])
-        raise ValueError(f"{checkpoint}: {len(wrong)} shapes differ from {type(backbone).__name__}'s ({shapes}).")
-    changed = _keep_function(backbone, state, metadata, trained_with_conditioning, checkpoint)
-    backbone.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
-    print_log(f"{checkpoint}: {report}.", "current", logging.INFO)
-    if changed:
-        print_log(f"{checkpoint}: {changed} weights shifted by their correction to keep the function.", "current")
-    return report
+        raise ValueError(f"{source}: {len(wrong)} shapes differ from {type(backbone).__name__}'s ({shapes}).")
+    return _Fitted(found, outside, report)
 
 
-def _read(source: str) -> object:
-    if source.startswith(("http://", "https://")):
-        return load_from_http(source, map_location="cpu")
-    if "://" in source or os.environ.get(FORCE_UNSAFE) == "1":  # mmengine's other stores; --trust-checkpoint
-        return CheckpointLoader.load_checkpoint(source, map_location="cpu")
-    return load_from_local(source, map_location="cpu")
+def _rename(weights: Weights, prefix: str, family: str | None) -> tuple[Weights, dict[str, Tensor], str]:
+    """Return what stands under ``prefix`` in mmpretrain's names, the rest, and whose names they were."""
+    inside = weights.under(prefix)
+    outside = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(prefix)}
+    found = detect(inside.tensors, family) if family else None
+    if found is None or found[1] is None:
+        return inside, outside, ""
+    inside.tensors = to_mmpretrain(inside.tensors, found[1])
+    return inside, outside, f"{found[1].name} {found[0].name}"
 
 
-def _state_dict(loaded: object, source: str) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """Unwrap a checkpoint into tensors by name and metadata by module name."""
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-        keys = ", ".join(map(str, list(loaded)[:8])) if isinstance(loaded, Mapping) else type(loaded).__name__
-        raise ValueError(
-            f"{source} holds no state dict: expected tensors by name, at the top or under "
-            f"'state_dict' or 'model', found {keys}."
-        )
-    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    return tensors, {f"{name}." if name else "": entry for name, entry in getattr(loaded, "_metadata", {}).items()}
+def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
+    if name.endswith("relative_position_index"):  # goes with the table
+        return True
+    return tensor.shape == own.shape or (name.endswith(RESIZED) and tensor.shape[-1] == own.shape[-1])
 
 
-def _find_prefix(backbone: nn.Module, state: Mapping[str, Tensor]) -> str:
-    names = set(backbone.state_dict())
-    return max(PREFIXES, key=lambda prefix: sum(prefix + name in state for name in names))
-
-
-def _examples(names: Mapping) -> str:
-    return ", ".join(repr(name) for name in list(names)[:3]) or "nothing"
-
-
-def _keep_function(
-    backbone: nn.Module,
-    state: dict[str, Tensor],
-    metadata: Mapping[str, dict],
-    trained_with_conditioning: bool | None,
-    source: str,
-) -> int:
-    """Replace, in ``state``, W of the file by W + C_file - C_model where the two corrections differ."""
-    changed = 0
-    wanted = set(backbone.state_dict())
-    own = conditioned_projections(backbone)
-    if trained_with_conditioning is None:
-        foreign = {name: _from_metadata(metadata.get(f"{name}.", {}), source) for name in _modules_of(state)}
+def _too_little(
+    backbone: nn.Module, report: LoadReport, weights: Weights, found: Weights, source: str, min_matched: float
+) -> str:
+    foreign = next((other for prefix in PREFIXES if (other := detect(weights.under(prefix).tensors))), None)
+    family = detect(backbone.state_dict())
+    if foreign and family and foreign[0] is not family[0]:
+        cause = f"The file holds a {foreign[0].name}, and {type(backbone).__name__} is a {family[0].name}."
+    elif report.matched:
+        cause = "The file holds a smaller or another model: state its `arch`, or lower `min_matched` in init_cfg."
     else:
-        foreign = {name: (m.correction, m.layout) for name, m in own.items()} if trained_with_conditioning else {}
-    for name in sorted(set(own) | {name for name, found in foreign.items() if found}):
-        key = f"{name}.weight"
-        if key not in state or key not in wanted:
-            continue
-        ours = (own[name].correction, own[name].layout) if name in own else None
-        theirs = foreign.get(name)
-        if ours == theirs:
-            continue
-        if ours is None or not ours[0].preserve_function:
-            raise ValueError(_mismatch_message(source, name, theirs, ours))
-        weight = state[key].double() if state[key].dtype.itemsize >= 4 else state[key].float()
-        weight = weight if theirs is None else theirs[0].corrected(weight, theirs[1])
-        state[key] = ours[0].uncorrected(weight, ours[1]).to(own[name].weight.dtype)
-        changed += 1
-    return changed
-
-
-def _modules_of(state: Mapping[str, Tensor]) -> set[str]:
-    return {name.removesuffix(".weight") for name in state if name.endswith(".weight")}
-
-
-def _from_metadata(entry: Mapping, source: str) -> tuple[Correction, ProjectionLayout] | None:
-    if METADATA_KEY not in entry:
-        return None
-    settings = dict(entry[METADATA_KEY])
-    try:
-        layout = ProjectionLayout(**settings.pop("layout"))
-        return build_conditioning(settings), layout
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source} was trained with a correction that cannot be built here: {error}") from error
-
-
-def _mismatch_message(source: str, name: str, theirs: tuple | None, ours: tuple | None) -> str:
-    trained = f"with {theirs[0]}" if theirs else "without a correction"
-    built = f"with {ours[0]}" if ours else "without one"
-    message = (
-        f"{source}: {name} was trained {trained} but this backbone is built {built}, "
-        "which would change what it computes. "
-    )
-    if ours is None:
-        return (
-            message
-            + "Give the backbone the same `conditioning`, or fold the checkpoint's correction into its weights first."
+        known = "; ".join(
+            f"{name} from mmpretrain, {', '.join(naming.name for naming in family.namings)}"
+            for name, family in FAMILIES.items()
         )
-    return message + (
-        "Set `preserve_function=True` in the `conditioning` dict to subtract the difference from the loaded weights; "
-        "if the file lost its metadata but was trained with this very correction, "
-        "set `trained_with_conditioning=True` in init_cfg."
+        cause = f"Its names are of no code base known here ({known}): give the right `prefix`, or rename them."
+    return (
+        f"{source}: {report}. At least {100 * min_matched:.0f} % must match, so the rest would stay random. "
+        f"Names in the file begin like {_examples(found.tensors or weights.tensors)}, in {type(backbone).__name__} "
+        f"like {_examples(backbone.state_dict())}. {cause}"
     )
+
+
+def _examples(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in list(names)[:3]) or "nothing"

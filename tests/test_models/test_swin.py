@@ -470,7 +470,7 @@ def test_attention_layer_is_a_drop_in(conditioning):
     torch.manual_seed(0)
     stock = WindowMSA(24, (2, 3), 3)
     torch.nn.init.normal_(stock.relative_position_bias_table)
-    ours = MODELS.build(dict(type="SpectralWindowMSA", embed_dims=24, window_size=(2, 3), num_heads=3))
+    ours = MODELS.build(dict(type="mmspectral.SpectralWindowMSA", embed_dims=24, window_size=(2, 3), num_heads=3))
     ours.load_state_dict(stock.state_dict(), strict=True)
     x, mask = random_windows()
     assert torch.equal(stock(x), ours(x))

@@ -100,6 +100,14 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
 
 
+def fit_checkpoints(runner: Runner) -> None:
+    """Let the runner load weights by the loader that ``init_cfg`` uses, unless the config's hooks say how."""
+    from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook  # needs mmpretrain
+
+    if not any(isinstance(hook, CheckpointFittingHook) for hook in runner.hooks):
+        runner.register_hook(CheckpointFittingHook())
+
+
 def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
     """Build the Runner on this process's device, hand it to ``run`` and leave the process group.
 
@@ -119,6 +127,7 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
         init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
     try:
         runner = build_runner(cfg)
+        fit_checkpoints(runner)
         for note in notes:
             runner.logger.warning(note)
         return run(runner)

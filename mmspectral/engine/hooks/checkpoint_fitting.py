@@ -1,0 +1,37 @@
+"""Load the weights of ``load_from`` and of a test by the loader that ``init_cfg`` uses."""
+
+from mmengine.hooks import Hook
+from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.runner import Runner
+
+from mmspectral.models.checkpoints import fit_to_model
+from mmspectral.registry import HOOKS
+
+
+@HOOKS.register_module()
+class CheckpointFittingHook(Hook):
+    """Bring a file that mmengine's Runner read under the names of its model, or stop.
+
+    See :func:`mmspectral.models.checkpoints.fit_to_model`: names of timm and the
+    official codes are understood, heads of another size left out and listed, and
+    a file that was trained under another correction is refused. A run that is
+    resumed takes its own file as it is.
+
+    Args:
+        min_matched: Share of the backbone's parameters that must be matched.
+    """
+
+    priority = "VERY_HIGH"  # the EMA hook, which comes later, copies the weights from the checkpoint
+
+    def __init__(self, min_matched: float = 0.9) -> None:
+        self.min_matched = min_matched
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Replace the file's ``state_dict`` by one that fits the model, in place."""
+        if runner._resume:
+            return
+        model = runner.model
+        while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+            model = model.module
+        weights, _ = fit_to_model(model, checkpoint, str(runner._load_from), self.min_matched)
+        checkpoint["state_dict"] = weights.state_dict()

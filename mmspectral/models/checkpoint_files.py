@@ -1,0 +1,181 @@
+"""Read checkpoint files and find the weights in them; write such files in one step."""
+
+import json
+import os
+import re
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mmengine.logging import print_log
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor
+
+from mmspectral.compat.checkpoints import FORCE_UNSAFE, load_from_http, load_from_local
+
+# Averaged weights first: they are the ones that were evaluated. mmengine's EMA hook stores the average under
+# `state_dict` and what was not averaged under `ema_state_dict`.
+EMA_ENTRIES = ("state_dict_ema", "model_ema")
+ENTRIES = (*EMA_ENTRIES, "state_dict", "model", "ema_state_dict")
+_BOOKKEEPING = ("steps", "n_averaged")  # counters of averaged models
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
+SAFETENSORS_METADATA = "mmspectral"
+
+
+@dataclass
+class Weights:
+    """Tensors of a file by name, without the prefixes that wrappers of a model leave.
+
+    Args:
+        tensors: By name.
+        metadata: What ``state_dict()`` notes about modules, by module name.
+        entry: Key of the file under which they stood, or "" for the top.
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, dict]
+    entry: str = ""
+
+    def under(self, prefix: str) -> "Weights":
+        """Return those whose names begin with ``prefix`` ("" or ending in a dot), without it."""
+        inside = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        metadata = {
+            f"{name}.".removeprefix(prefix).removesuffix("."): entry
+            for name, entry in self.metadata.items()
+            if f"{name}.".startswith(prefix)
+        }
+        return Weights(inside, metadata, self.entry)
+
+    def state_dict(self) -> OrderedDict[str, Tensor]:
+        """Return them as ``Module.state_dict()`` would, metadata attached."""
+        state = OrderedDict(self.tensors)
+        state._metadata = OrderedDict(self.metadata)
+        return state
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name without ``module.`` in front and ``_orig_mod.`` anywhere (DDP, EMA, ``torch.compile``)."""
+    return _WRAPPERS.sub("", name)
+
+
+def read_checkpoint(source: str) -> object:
+    """Read a file or URL without running code from it.
+
+    A file ending in ``.safetensors`` is read by the library of that name.
+
+    Raises:
+        FileNotFoundError: No such file.
+        UnsafeCheckpointError: The file is a pickle that needs code.
+    """
+    if source.startswith(("http://", "https://")):
+        return load_from_http(source, map_location="cpu")
+    if source.endswith(".safetensors"):
+        return _read_safetensors(source)
+    if "://" in source or os.environ.get(FORCE_UNSAFE) == "1":  # mmengine's other stores; --trust-checkpoint
+        return CheckpointLoader.load_checkpoint(source, map_location="cpu")
+    return load_from_local(source, map_location="cpu")
+
+
+def find_weights(loaded: object, source: str, entry: str | None = None) -> Weights:
+    """Find the state dict in a checkpoint.
+
+    Args:
+        loaded: What was read.
+        source: Its name, for messages.
+        entry: Key under which it stands; None takes averaged weights where a
+            file of another code base has them, else ``state_dict`` or ``model``.
+
+    Raises:
+        ValueError: There is none, or not under ``entry``.
+    """
+    chosen = ""
+    if entry is not None:
+        if not isinstance(loaded, Mapping) or not isinstance(loaded.get(entry), Mapping):
+            raise ValueError(f"{source} holds no state dict under {entry!r}; found {_keys(loaded)}.")
+        chosen, loaded = entry, loaded[entry]
+    while isinstance(loaded, Mapping):
+        inner = next((key for key in ENTRIES if isinstance(loaded.get(key), Mapping)), None)
+        if inner is None:
+            break
+        chosen, loaded = inner, loaded[inner]
+    if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
+        raise ValueError(
+            f"{source} holds no state dict: expected tensors by name, at the top or under "
+            f"{', '.join(map(repr, ENTRIES))}, found {_keys(loaded)}."
+        )
+    tensors = {
+        without_wrappers(name): value
+        for name, value in loaded.items()
+        if isinstance(value, Tensor) and name not in _BOOKKEEPING
+    }
+    metadata = getattr(loaded, "_metadata", {})
+    return Weights(tensors, {without_wrappers(f"{n}.").removesuffix("."): e for n, e in metadata.items()}, chosen)
+
+
+def write_checkpoint(checkpoint: Mapping, path: Path, force: bool = False) -> None:
+    """Write a checkpoint completely or not at all.
+
+    Args:
+        checkpoint: With a state dict under one of :data:`ENTRIES`; only this,
+            with its metadata, goes into a file ending in ``.safetensors``.
+        path: The file; its folder is made.
+        force: Whether a file that is there is replaced.
+
+    Raises:
+        FileExistsError: The file is there and ``force`` is False.
+    """
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} is there already; choose another name or pass --force.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the last step is a rename.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        if path.suffix == ".safetensors":
+            if "meta" in checkpoint:
+                print_log(
+                    f"{path}: a safetensors file holds tensors and corrections only; `meta` is left out.", "current"
+                )
+            _write_safetensors(next(checkpoint[key] for key in ENTRIES if key in checkpoint), temporary)
+        else:
+            torch.save(checkpoint, temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is private
+        if force:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # unlike a rename this fails if the name was taken meanwhile
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _read_safetensors(source: str) -> OrderedDict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open  # an optional dependency
+
+    if not Path(source).expanduser().is_file():
+        raise FileNotFoundError(f"There is no checkpoint {source}.")
+    try:
+        with safe_open(Path(source).expanduser(), framework="pt") as file:
+            state = OrderedDict((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            notes = (file.metadata() or {}).get(SAFETENSORS_METADATA)
+    except SafetensorError as error:
+        raise ValueError(f"{source} is no safetensors file, or is damaged: {error}") from error
+    if notes:
+        state._metadata = OrderedDict(json.loads(notes))
+    return state
+
+
+def _write_safetensors(state: Mapping[str, Tensor], path: str) -> None:
+    from safetensors.torch import save_file
+
+    notes = {name: entry for name, entry in getattr(state, "_metadata", {}).items() if set(entry) - {"version"}}
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}  # it takes no shared ones
+    save_file(tensors, path, metadata={"format": "pt", **({SAFETENSORS_METADATA: json.dumps(notes)} if notes else {})})
+
+
+def _keys(loaded: object) -> str:
+    return ", ".join(map(str, list(loaded)[:8])) if isinstance(loaded, Mapping) else type(loaded).__name__
