@@ -93,7 +93,7 @@ def probe_backbone(
     """Build and initialise a backbone without conditioning and take some of its attention layers.
 
     Args:
-        type_name: Registered type, such as ``"SpectralXCiT"``.
+        type_name: Type registered here, such as ``"SpectralXCiT"``, or with the prefix of another scope.
         arch: Its size.
         max_layers: Layers taken of each class, evenly spaced. Those of one class
             start alike, up to their width, heads and number of tokens.
@@ -106,7 +106,9 @@ def probe_backbone(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        backbone = MODELS.build(dict(type=type_name, arch=arch, conditioning=None))
+        # With its prefix, since inside a run the default scope is the host's.
+        prefixed = type_name if "." in type_name else f"mmspectral.{type_name}"
+        backbone = MODELS.build(dict(type=prefixed, arch=arch, conditioning=None))
         backbone.init_weights()
     found = attention_layers(backbone)
     lengths = _sequence_lengths(backbone.eval(), found, image_size)

@@ -200,8 +200,8 @@ def test_building_a_backbone_that_starts_one_hot_warns_once():
 def test_registered_backbones_warn_where_attention_is_a_dot_product(name):
     arch = dict(SpectralXCiT=TINY_XCIT, SpectralSwin=STAGES, SpectralViT=COLUMNS, SpectralDaViT=STAGES)[name]
     for scale, expected in ((10.0, name != "SpectralXCiT"), (0, False)):
-        build = lambda scale=scale: MODELS.build(dict(type=name, arch=arch, conditioning=identity(scale)))  # noqa: E731
-        assert len(build_and_catch(build)) == expected
+        cfg = dict(type=f"mmspectral.{name}", arch=arch, conditioning=identity(scale))
+        assert len(build_and_catch(lambda cfg=cfg: MODELS.build(cfg))) == expected
 
 
 @pytest.mark.parametrize(
