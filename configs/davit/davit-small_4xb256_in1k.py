@@ -1,0 +1,5 @@
+"""Stock twin: no conditioning. Not trained here."""
+
+_base_ = "./spectral-davit-small_4xb256_in1k.py"
+
+model = dict(backbone=dict(conditioning=None))

@@ -1,0 +1,20 @@
+"""Mask R-CNN, spectral DaViT-S, multi-scale 1x on COCO (12 epochs). Not trained here.
+
+Run: bash tools/dist_train.sh configs/davit/mask-rcnn_spectral-davit-s_fpn_ms-crop-1x_coco.py 8
+"""
+
+_base_ = "./mask-rcnn_spectral-davit-s_fpn_ms-crop-3x_coco.py"
+
+model = dict(
+    backbone=dict(
+        drop_path_rate=0.2,
+        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
+        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
+    ),
+)
+
+train_cfg = dict(max_epochs=12)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.001, by_epoch=False, begin=0, end=500),
+    dict(type="MultiStepLR", begin=0, end=12, by_epoch=True, milestones=[8, 11], gamma=0.1),
+]

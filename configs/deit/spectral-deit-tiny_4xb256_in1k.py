@@ -1,0 +1,17 @@
+"""ImageNet-1k, spectral DeiT-Ti, 300 epochs at 224 pixels. Not trained here.
+
+Run on 8 GPUs: bash tools/dist_train.sh configs/deit/spectral-deit-tiny_4xb256_in1k.py 8 --auto-scale-lr
+"""
+
+_base_ = "./spectral-deit-base_16xb64_in1k.py"
+
+model = dict(
+    backbone=dict(
+        arch="deit-tiny",
+        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
+        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
+    ),
+    head=dict(in_channels=192),
+)
+
+train_dataloader = dict(batch_size=256)

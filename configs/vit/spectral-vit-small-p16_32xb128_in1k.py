@@ -1,0 +1,16 @@
+"""ImageNet-1k, spectral ViT-S with patch 16, from scratch, 300 epochs at 224 pixels. Not trained here.
+
+Run on 8 GPUs: bash tools/dist_train.sh configs/vit/spectral-vit-small-p16_32xb128_in1k.py 8 --auto-scale-lr
+"""
+
+_base_ = "./spectral-vit-base-p16_32xb128_in1k.py"
+
+model = dict(
+    backbone=dict(
+        arch="deit-small",
+        drop_path_rate=0.1,
+        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
+        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
+    ),
+    head=dict(in_channels=384),
+)

@@ -1,0 +1,117 @@
+"""metafile.yml, README and configs of each family say the same."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = ROOT / "tools" / "misc" / "generate_model_pages.py"
+FAMILIES = ("davit", "deit", "swin", "vit", "xcit")
+TEMPLATE = "mask-rcnn_spectral-xcit-s12-p16_fpn_custom-classes"
+
+_spec = importlib.util.spec_from_file_location("generate_model_pages", TOOL)
+generator = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generator)
+
+
+def entry(name, parameters=2_500_000, dataset="ImageNet-1k", published=(), **rest):
+    metadata = {"Training Data": dataset, "Parameters": parameters, "Published": list(published)}
+    return {"Name": name, "Config": f"configs/x/{name}.py", "Metadata": metadata, **rest}
+
+
+def test_pages_are_up_to_date():
+    pages = generator.pages(ROOT)
+    assert {path.parent.name for path in pages} == set(FAMILIES)
+    stale = [str(path.relative_to(ROOT)) for path, text in pages.items() if path.read_text() != text]
+    assert not stale, "run python tools/misc/generate_model_pages.py"
+
+
+def test_index_imports_every_metafile():
+    index = yaml.safe_load((ROOT / "configs" / "model-index.yml").read_text())
+    assert index["Import"] == sorted(str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("*/metafile.yml"))
+
+
+def test_metafiles_list_every_config_once():
+    models = [model for metafile in generator.read_metafiles(ROOT) for model in metafile["Models"]]
+    configs = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").rglob("*.py") if "_base_" not in p.parts]
+    assert sorted(model["Config"] for model in models) == sorted(c for c in configs if TEMPLATE not in c)
+    assert all(Path(model["Config"]).stem == model["Name"] for model in models)
+
+
+def test_every_collection_has_its_readme_and_its_models():
+    for metafile in generator.read_metafiles(ROOT):
+        (collection,) = metafile["Collections"]
+        assert {model["In Collection"] for model in metafile["Models"]} == {collection["Name"]}
+        folder = Path(collection["README"]).parent
+        assert (ROOT / collection["README"]).is_file()
+        assert {Path(model["Config"]).parent for model in metafile["Models"]} == {folder}
+
+
+def test_families_show_every_conditioned_config_with_its_place_of_training():
+    """A page never leaves open whether a figure is this project's."""
+    for family in FAMILIES:
+        text = (ROOT / "configs" / family / "README.md").read_text()
+        assert "None of these configs was trained here" in text
+        for path in (ROOT / "configs" / family).glob("*spectral-*.py"):
+            rows = [line for line in text.splitlines() if line.startswith(f"| [`{path.stem}`]")]
+            assert len(rows) == (path.stem != TEMPLATE), path
+            assert all(row.endswith(f"| {generator.NOT_TRAINED} |") for row in rows)
+
+
+def test_row_tells_whose_figure_is_whose():
+    models = [
+        entry("spectral-net_in1k", published=[{"By": "paper", "Top 1 Accuracy": 84.1}]),
+        entry(
+            "net_in1k",
+            published=[{"By": by, "Top 1 Accuracy": v} for by, v in [("authors", 83.5), ("lab", 83), ("paper", 83.4)]],
+        ),
+    ]
+    *_, row = generator.table(models, "ImageNet-1k").splitlines()
+    assert row == (
+        "| [`spectral-net_in1k`](spectral-net_in1k.py) | 2.5 M | 83.5, 83 (lab) | 83.4 | 84.1 "
+        f"| {generator.NOT_TRAINED} |"
+    )
+
+
+def test_own_results_stand_in_the_last_column():
+    results = [{"Dataset": "COCO", "Metrics": {"box AP": 41.0, "mask AP": 37.5}}]
+    models = [entry("spectral-net_coco", dataset="COCO", Results=results), entry("net_coco", dataset="COCO")]
+    *_, row = generator.table(models, "COCO").splitlines()
+    assert row.endswith("| not published | - | - | 41.0 / 37.5 |")
+
+
+def test_config_without_a_conditioned_twin_has_a_row():
+    lines = generator.table([entry("spectral-a_in1k"), entry("a_in1k"), entry("b_in1k")], "ImageNet-1k").splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == ["spectral-a_in1k", "b_in1k"]
+
+
+@pytest.mark.parametrize(("dataset", "message"), [("COCO", "no model of the metafile"), ("LVIS", "no metrics known")])
+def test_unknown_dataset_is_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        generator.table([entry("a_in1k")], dataset)
+
+
+def test_stale_page_is_found_and_written_once(tmp_path):
+    (tmp_path / "tools" / "misc").mkdir(parents=True)
+    tool = shutil.copy(TOOL, tmp_path / "tools" / "misc")
+    shutil.copytree(ROOT / "configs", tmp_path / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    readme = tmp_path / "configs" / "swin" / "README.md"
+    right = readme.read_text()
+    readme.write_text(right.replace("| 81.2 |", "| 99.9 |"))
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True, timeout=60)
+
+    stale = run("--check")
+    assert (stale.returncode, stale.stdout) == (1, "out of date: configs/swin/README.md\n")
+    assert "Run python tools/misc/generate_model_pages.py" in stale.stderr
+    assert "99.9" in readme.read_text()
+    assert run().stdout == "written: configs/swin/README.md\n"
+    assert readme.read_text() == right
+    again = run()
+    assert (again.returncode, again.stdout) == (0, "")
