@@ -44,7 +44,7 @@ def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict
         FileNotFoundError: The folder holds no config, no checkpoint or no
             validation result.
     """
-    cfg, checkpoint = _config(work_dir), _last_checkpoint(work_dir)
+    cfg, checkpoint = run_config(work_dir), last_checkpoint(work_dir)
     metrics = last_metrics(work_dir)
     use_safe_loading()
     init_default_scope(cfg.get("default_scope", "mmdet"))
@@ -106,14 +106,24 @@ def _predict(model: torch.nn.Module, dataset, num_images: int) -> list[DetDataSa
     return [model.test_step(pseudo_collate([dataset[i]]))[0].cpu() for i in chosen]
 
 
-def _config(work_dir: Path) -> Config:
+def run_config(work_dir: Path) -> Config:
+    """Return the config that a run left in its folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     configs = sorted(work_dir.glob("*.py"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise FileNotFoundError(f"{work_dir} holds no config; is it the work folder of a run of tools/train.py?")
     return Config.fromfile(configs[-1])
 
 
-def _last_checkpoint(work_dir: Path) -> Path:
+def last_checkpoint(work_dir: Path) -> Path:
+    """Return the checkpoint of the last epoch in the folder of a run.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     checkpoints = sorted(work_dir.glob("epoch_*.pth"), key=lambda path: int(path.stem.removeprefix("epoch_")))
     if not checkpoints:
         raise FileNotFoundError(f"{work_dir} holds no checkpoint epoch_*.pth; let the training finish.")
