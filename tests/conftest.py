@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mmengine.registry import DefaultScope
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart" / "mask-rcnn_spectral-xcit-d128-p8_fpn_shapes.py"
@@ -23,6 +24,12 @@ TINY = [
     *(f"{part}_dataloader.persistent_workers=False" for part in ("train", "val", "test")),
     "param_scheduler=[]",
 ]
+
+
+@pytest.fixture(autouse=True)
+def default_scope_of_its_own(monkeypatch):
+    """A Runner sets mmengine's default scope for the whole process; take that back after the test."""
+    monkeypatch.setattr(DefaultScope, "_instance_dict", DefaultScope._instance_dict.copy())
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,7 @@ def images():
 def make_runner(tmp_path):
     """Return a function that builds a Runner for one epoch over the batches, with a checkpoint per iteration."""
 
-    def build(model, batches, hooks, optim_wrapper=None, lr=0.05, epochs=1, **kwargs):
+    def build(model, batches, hooks, optim_wrapper=None, lr=0.05, epochs=1, resume_from=None, **kwargs):
         samples = [dict(inputs=image, labels=index % 2) for batch in batches for index, image in enumerate(batch)]
         if optim_wrapper is None:
             optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **kwargs)
@@ -104,6 +104,8 @@ def make_runner(tmp_path):
                 logger=dict(type="LoggerHook", interval=1),
             ),
             custom_hooks=hooks,
+            load_from=resume_from,
+            resume=resume_from is not None,
             experiment_name=uuid.uuid4().hex,
             default_scope="mmengine",
             randomness=dict(seed=0),

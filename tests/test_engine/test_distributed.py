@@ -1,5 +1,6 @@
 """Two CPU processes train one model: gloo, equal parameters, every gradient, one evaluation each."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -14,16 +15,23 @@ from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"
+CHECKPOINTED_RANKS = ROOT / "tests" / "data" / "checkpointed_ranks" / "checkpointed_ranks.py"
+ONE_MACHINE = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start(work_dir, *launcher, arguments=()):
     """Start torchrun on train.py."""
+    command = [str(ROOT / "tools" / "train.py"), str(TOY / "config.py"), "--launcher", "pytorch"]
+    return torchrun(work_dir, *launcher, *command, "--work-dir", str(work_dir), *arguments)
+
+
+def torchrun(work_dir, *arguments):
+    """Start torchrun."""
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     path = os.pathsep.join([str(ROOT), str(TOY), os.environ.get("PYTHONPATH", "")])
     environment.update(PYTHONPATH=path, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1")
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(ROOT / "tools" / "train.py")]
-    command += [str(TOY / "config.py"), "--launcher", "pytorch", "--work-dir", str(work_dir), *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     # mmengine gathers results through a folder in the current one.
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, env=environment, cwd=work_dir, **pipes)
@@ -54,8 +62,7 @@ def check_ranks(work_dir):
 
 def test_two_ranks_end_with_equal_parameters(tmp_path):
     options = ["--auto-scale-lr", "--cfg-options", "auto_scale_lr.base_batch_size=4"]
-    launcher = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    status, output = finish(start(tmp_path, *launcher, arguments=options))
+    status, output = finish(start(tmp_path, *ONE_MACHINE, "2", arguments=options))
     assert status == 0, output
     rank = check_ranks(tmp_path)
     # 0.01 in the config, doubled for two ranks of 4 images; two of ten warm-up steps from a tenth are done.
@@ -65,6 +72,23 @@ def test_two_ranks_end_with_equal_parameters(tmp_path):
     checkpoint = torch.load(tmp_path / "iter_2.pth", weights_only=False)["state_dict"]
     for name, value in rank["parameters"].items():
         assert torch.equal(value, checkpoint[name.removeprefix("module.")])
+
+
+def test_recomputed_blocks_on_two_ranks(tmp_path):
+    """users.md D5: each gradient is ready once, averaged over the ranks, and the one of stored activations."""
+    status, output = finish(torchrun(tmp_path, *ONE_MACHINE, "2", str(CHECKPOINTED_RANKS), str(tmp_path)))
+    assert status == 0, output
+    first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
+    families = {family for family, _, _ in first}
+    assert families == {f"Spectral{name}" for name in ("XCiT", "Swin", "DaViT", "ViT", "DeiT")}
+    for family in families:
+        expected = first[family, False, False]
+        assert all(any(iteration[name].any() for iteration in expected) for name in expected[0]), family
+        for rank in (first, second):
+            for recomputed, find_unused in itertools.product((False, True), repeat=2):
+                for ours, stored in zip(rank[family, recomputed, find_unused], expected, strict=True):
+                    assert ours.keys() == stored.keys()
+                    assert all(torch.equal(ours[name], stored[name]) for name in stored), (family, find_unused)
 
 
 @pytest.mark.slow
@@ -78,8 +102,7 @@ def test_two_machines_with_one_rank_each(tmp_path):
 
 
 def test_a_rank_that_fails_names_the_mistake(tmp_path):
-    launcher = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1"]
-    status, output = finish(start(tmp_path, *launcher, arguments=["--resume", "nowhere.pth"]))
+    status, output = finish(start(tmp_path, *ONE_MACHINE, "1", arguments=["--resume", "nowhere.pth"]))
     assert status != 0
     assert "train.py: error: There is no checkpoint nowhere.pth." in output
 

@@ -97,6 +97,24 @@ def test_mask_rcnn(name):
     assert len({lr for n, lr in rates.items() if n.startswith("backbone.")}) >= 4
 
 
+@pytest.mark.parametrize("kind", ["Swin", "DaViT"])
+def test_mask_rcnn_on_a_backbone_of_stages(kind):
+    """The rate grows by 1 / RATE from block to block across the stages."""
+    cfg = Config.fromfile(QUICKSTART)
+    arch = dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2])
+    cfg.model.backbone = dict(type=f"mmspectral.Spectral{kind}", arch=arch, out_indices=(0, 1))
+    cfg.model.neck = dict(type="FPN", in_channels=[16, 32], out_channels=256, num_outs=5)
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        model = MODELS.build(cfg.model)
+    rates = {name: lr for name, (lr, _) in settings_by_name(model).items()}
+    places = ["backbone.patch_embed", *(f"backbone.stages.{i}.blocks.{j}." for i, j in ((0, 0), (0, 1), (1, 0)))]
+    for depth, place in enumerate([*places, "backbone.norm"]):
+        found = [lr for name, lr in rates.items() if name.startswith(place)]
+        assert found == pytest.approx([LR * RATE ** (4 - depth)] * len(found), rel=1e-12) and found, place
+    assert rates["backbone.stages.0.downsample.norm.weight"] == pytest.approx(LR * RATE**2, rel=1e-12)
+    assert {lr for name, lr in rates.items() if not name.startswith("backbone.")} == {LR}
+
+
 @pytest.mark.parametrize("name", BACKBONES)
 def test_classifier(name):
     head = dict(type="LinearClsHead", num_classes=3, in_channels=32)

@@ -14,6 +14,7 @@ from mmspectral.layers import attention_layers, conditioned_projections, fold, p
 from mmspectral.models.backbones import SpectralDaViT
 from mmspectral.models.channel_attention import SpectralChannelAttention
 from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
+from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8])
@@ -130,6 +131,7 @@ def test_any_size_and_every_parameter_gets_a_gradient(conditioning, size):
 
 def test_outputs_are_described():
     """users.md B6."""
+    assert build(arch=dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2])).out_channels == [32]
     model = dense(out_indices=(2, 0))
     assert model.out_indices == (0, 2)
     assert (model.out_channels, model.out_strides) == ([16, 64], [4, 16])
@@ -165,7 +167,7 @@ def test_a_classifiers_weights_load_into_every_form(tmp_path):
 
 @pytest.mark.parametrize("n", range(-1, 5))
 def test_frozen_stages_freeze_the_stem_and_exactly_the_stages_up_to_n(n):
-    """The count is mmpretrain's, where 3 is the largest that runs."""
+    """users.md E3. The count is mmpretrain's, where 3 is the largest that runs."""
     model = dense(frozen_stages=n)
     before = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert model.train() is model
@@ -191,6 +193,7 @@ def test_frozen_stages_freeze_the_stem_and_exactly_the_stages_up_to_n(n):
 
 @BOTH
 def test_checkpointing_gives_the_same_gradients(conditioning):
+    """users.md D5; on two ranks: tests/test_engine."""
     torch.manual_seed(0)
     plain = dense(conditioning, drop_path_rate=0.5).train()
     recomputed = dense(conditioning, drop_path_rate=0.5, with_cp=True).train()
@@ -202,8 +205,8 @@ def test_checkpointing_gives_the_same_gradients(conditioning):
     grads = []
     for model in (plain, recomputed):
         torch.manual_seed(1)
-        sum(out.square().mean() for out in model(x)).backward()
-        grads.append([p.grad for p in model.parameters()])
+        loss = sum(out.square().mean() for out in model(x))
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))  # refuses the reentrant form
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert len(calls) == 4  # the two blocks ran again in the backward pass
     with torch.no_grad():
@@ -224,6 +227,7 @@ def test_compiles_into_one_graph_with_numpy_rates():
 
 
 def test_layer_depth_grows_with_depth_and_covers_every_parameter_of_a_detector():
+    """users.md E4."""
     model = dense()
     detector = nn.ModuleDict({"backbone": model, "neck": nn.Conv2d(1, 1, 1), "stages": nn.Linear(1, 1)})
     depths = {name: model.get_layer_depth(name, "backbone.") for name, _ in detector.named_parameters()}
@@ -269,28 +273,6 @@ def test_published_sizes_have_the_official_number_of_parameters(arch, parameters
     assert sum(p.numel() for p in model.parameters()) + 1000 * (model.out_channels[0] + 1) == parameters
 
 
-def timm_names(state):
-    """Rename mmpretrain's keys to timm's, where a downsampling layer belongs to the stage that follows it."""
-    rules = [
-        (r"^patch_embed\.projection\.", "stem.conv."),
-        (r"^patch_embed\.norm\.", "stem.norm."),
-        (r"\.downsample\.projection\.", ".downsample.conv."),
-        (r"\.spatial_block\.attn\.w_msa\.", ".0.attn."),
-        (r"\.spatial_block\.", ".0."),
-        (r"\.channel_block\.", ".1."),
-        (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
-        (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
-        (r"^norm3\.", "head.norm."),
-    ]
-    renamed = {}
-    for name, tensor in state.items():
-        for ours, theirs in rules:
-            name = re.sub(ours, theirs, name)
-        name = re.sub(r"^stages\.(\d+)\.downsample", lambda m: f"stages.{int(m[1]) + 1}.downsample", name)
-        renamed[name] = tensor
-    return renamed
-
-
 @pytest.fixture(scope="module")
 def timm_twins():
     """A classifier of ours (a backbone and a linear head) and timm's model with its weights."""
@@ -301,7 +283,7 @@ def timm_twins():
     theirs = davit.DaVit(
         depths=tuple(TINY["depths"]), embed_dims=(16, 32, 64, 128), num_heads=tuple(TINY["num_heads"]), num_classes=10
     ).eval()
-    state = timm_names(ours.state_dict())
+    state = from_mmpretrain(ours.state_dict(), naming_of(FAMILIES["davit"], "timm"))
     state.update({f"head.fc.{name}": tensor for name, tensor in head.state_dict().items()})
     theirs.load_state_dict(state, strict=True)
     return ours, head, theirs

@@ -8,6 +8,7 @@ from mmpretrain.models.backbones import DistilledVisionTransformer, VisionTransf
 
 from mmspectral.layers import conditioned_projections
 from mmspectral.models.backbones.deit import SpectralDeiT
+from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 
 TINY = dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=64)
 CONDITIONING = dict(type="IdentityCorrection", scale=0.5)
@@ -147,12 +148,8 @@ def test_equals_timm():
     theirs = timm_deit.VisionTransformerDistilled(
         img_size=(48, 64), embed_dim=32, depth=3, num_heads=4, mlp_ratio=2, num_classes=7
     ).eval()
-    state = {}
-    for name, tensor in ours.state_dict().items():
-        name = name.replace("patch_embed.projection", "patch_embed.proj").replace("ffn.layers.0.0", "mlp.fc1")
-        name = name.replace("ffn.layers.1", "mlp.fc2").replace("layers.", "blocks.").replace(".ln", ".norm")
-        state[f"norm.{name[4:]}" if name.startswith("ln1.") else name] = tensor
-    state.update({name.removeprefix("layers."): tensor for name, tensor in head.state_dict().items()})
+    state = {**ours.state_dict(), **{f"head.{name}": tensor for name, tensor in head.state_dict().items()}}
+    state = from_mmpretrain(state, naming_of(FAMILIES["vit"], "timm"))
     theirs.load_state_dict(state, strict=True)
     x = torch.randn(2, 3, 48, 64)
     torch.testing.assert_close(theirs(x), head(ours(x)), rtol=1e-4, atol=1e-4)

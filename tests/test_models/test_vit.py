@@ -15,6 +15,7 @@ from torch import nn
 
 from mmspectral.layers import conditioned_projections, fold, unfold
 from mmspectral.models.backbones.vit import SpectralViT
+from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.models.multihead_attention import SpectralMultiheadAttention
 from mmspectral.models.necks import Feature2Pyramid
 from mmspectral.models.position_embedding import GRID_KEY, find_grid, fit_pos_embed
@@ -334,6 +335,7 @@ def test_train_and_eval_return_self_and_copies_work():
 
 
 def test_layer_depth_grows_with_depth_and_covers_every_parameter():
+    """users.md E4."""
     model = build(pre_norm=True)
     depths = {name: model.get_layer_depth(f"backbone.{name}", "backbone.") for name, _ in model.named_parameters()}
     assert {total for _, total in depths.values()} == {3 + 2}
@@ -359,27 +361,6 @@ def test_published_sizes_have_the_published_parameters(arch, millions):
     assert round(with_head / 1e6, 1) == millions
 
 
-def timm_names(state):
-    """Return a state dict of mmpretrain's ViT under timm's names."""
-    rules = [
-        ("layers.", "blocks."),
-        (".ln1.", ".norm1."),
-        (".ln2.", ".norm2."),
-        (".ffn.blocks.0.0.", ".mlp.fc1."),
-        (".ffn.blocks.1.", ".mlp.fc2."),
-        (".attn.gamma1.weight", ".ls1.gamma"),
-        (".ffn.gamma2.scale", ".ls2.gamma"),
-        (".ffn.gamma2.weight", ".ls2.gamma"),
-        ("patch_embed.projection.", "patch_embed.proj."),
-    ]
-    renamed = {}
-    for name, tensor in state.items():
-        for ours, theirs in rules:
-            name = name.replace(ours, theirs)
-        renamed[name.replace("ln1.", "norm.") if name.startswith("ln1.") else name] = tensor
-    return renamed
-
-
 @pytest.mark.parametrize("layer_scale", [0.0, 0.1])
 def test_equals_timm(layer_scale):
     """users.md E19: timm's model with our weights under its names gives the same tokens."""
@@ -394,7 +375,7 @@ def test_equals_timm(layer_scale):
         num_classes=0,
         init_values=layer_scale or None,
     ).eval()
-    theirs.load_state_dict(timm_names(ours.state_dict()), strict=True)
+    theirs.load_state_dict(from_mmpretrain(ours.state_dict(), naming_of(FAMILIES["vit"], "timm")), strict=True)
     x = torch.randn(2, 3, 48, 64)
     torch.testing.assert_close(theirs.forward_features(x), ours(x)[0], rtol=1e-4, atol=1e-4)
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmspectral.layers import conditioned_projections, fold, unfold
 from mmspectral.models import SpectralXCA, SpectralXCiT
 from mmspectral.models.backbones.xcit import ARCHITECTURES
+from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 
 TINY = dict(embed_dims=32, depth=3, num_heads=4)
 CONDITIONING = dict(type="IdentityCorrection", scale=10.0)
@@ -141,6 +142,7 @@ def test_classifier_weights_load_into_the_dense_form():
 
 @pytest.mark.parametrize("n", range(-1, 6))
 def test_frozen_stages_freeze_the_stem_and_exactly_n_blocks(n):
+    """users.md E3."""
     model = build(frozen_stages=n).train().train()
     frozen = {".".join(name.split(".")[:2]) for name, p in model.named_parameters() if not p.requires_grad}
     blocks = [f"xca_layers.{i}" for i in range(3)] + ["ca_layers.0", "ca_layers.1"]
@@ -161,6 +163,7 @@ def test_frozen_stages_freeze_the_stem_and_exactly_n_blocks(n):
 
 @BOTH
 def test_checkpointing_gives_the_same_gradients(conditioning):
+    """users.md D5; on two ranks: tests/test_engine."""
     torch.manual_seed(0)
     plain = dense(conditioning=conditioning, drop_path_rate=0.5).train()
     recomputed = dense(conditioning=conditioning, drop_path_rate=0.5, with_cp=True).train()
@@ -169,9 +172,22 @@ def test_checkpointing_gives_the_same_gradients(conditioning):
     grads = []
     for model in (plain, recomputed):
         torch.manual_seed(1)
-        sum(out.square().mean() for out in model(x)).backward()
-        grads.append([p.grad for p in model.parameters()])
+        loss = sum(out.square().mean() for out in model(x))
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))  # refuses the reentrant form
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert plain.xca_layers[0].local_mp.conv1.bn.num_batches_tracked == 1
+    assert recomputed.xca_layers[0].local_mp.conv1.bn.num_batches_tracked == 2  # as the docstring says
+
+
+@BOTH
+def test_compiles_into_one_graph(conditioning):
+    model = build(conditioning=conditioning, class_attention_conditioning=conditioning, drop_path_rate=0.2).train()
+    x = torch.randn(2, 3, 40, 56)
+    outputs = []
+    for forward in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        torch.manual_seed(1)
+        outputs.append(forward(x)[0])
+    assert torch.equal(*outputs)
 
 
 def test_init_statistics():
@@ -204,6 +220,7 @@ def test_sync_bn_falls_back_on_the_cpu():
 
 
 def test_layer_depth_grows_with_depth_and_covers_every_parameter():
+    """users.md E4."""
     model = build()
     depths = {name: model.get_layer_depth(f"backbone.{name}", "backbone.") for name, _ in model.named_parameters()}
     assert {total for _, total in depths.values()} == {3 + 2 + 2}
@@ -211,6 +228,14 @@ def test_layer_depth_grows_with_depth_and_covers_every_parameter():
     assert [depths[f"xca_layers.{i}.gamma1"][0] for i in range(3)] == [1, 2, 3]
     assert [depths[f"ca_layers.{i}.gamma1"][0] for i in range(2)] == [4, 5]
     assert depths["norm.weight"][0] == model.get_layer_depth("head.fc.weight", "backbone.")[0] == 6
+
+
+def test_names_without_weight_decay_are_those_of_timm():
+    xcit = pytest.importorskip("timm.models.xcit")
+    theirs = xcit.Xcit(embed_dim=32, depth=1, num_heads=4, patch_size=16)
+    names = dict(theirs.named_parameters())
+    assert build().no_weight_decay() == {name for name in theirs.no_weight_decay() if name in names} == {"cls_token"}
+    assert dense().no_weight_decay() == set()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -238,31 +263,9 @@ def test_equals_timm(arch, patch_size):
     ours = SpectralXCiT(arch=arch, patch_size=patch_size).eval()
     ours.init_weights()
     theirs = timm.create_model(f"xcit_{arch.replace('-', '_')}_p{patch_size}_224", num_classes=0).eval()
-    theirs.load_state_dict(timm_names(ours.state_dict()), strict=True)
+    theirs.load_state_dict(from_mmpretrain(ours.state_dict(), naming_of(FAMILIES["xcit"], "timm")), strict=True)
     x = torch.randn(2, 3, 64, 96)
     torch.testing.assert_close(theirs(x), ours(x)[0], rtol=1e-4, atol=1e-4)
-
-
-def timm_names(state):
-    renamed = {}
-    rules = [
-        ("xca_layers.", "blocks."),
-        ("ca_layers.", "cls_attn_blocks."),
-        (".ffn.layers.0.0.", ".mlp.fc1."),
-        (".ffn.layers.1.", ".mlp.fc2."),
-        (".local_mp.conv1.conv.", ".local_mp.conv1."),
-        (".local_mp.conv1.bn.", ".local_mp.bn."),
-        (".local_mp.conv2.conv.", ".local_mp.conv2."),
-        ("pos_embed.token_projection.conv.", "pos_embed.token_projection."),
-    ]
-    for name, tensor in state.items():
-        for ours, theirs in rules:
-            name = name.replace(ours, theirs)
-        if name.startswith("patch_embed.proj."):
-            _, _, index, layer, leaf = name.split(".")
-            name = f"patch_embed.proj.{2 * int(index)}.{0 if layer == 'conv' else 1}.{leaf}"
-        renamed[name] = tensor
-    return renamed
 
 
 def test_attention_layer_is_a_drop_in():
@@ -296,6 +299,8 @@ def test_attention_logits_do_not_saturate_at_initialisation():
         (dict(arch="small"), ValueError, "unknown XCiT arch 'small'; choose nano-12"),
         (dict(out_indices=(7,)), ValueError, "out_indices"),
         (dict(out_type="featmap", out_indices=()), ValueError, "out_indices"),
+        (dict(frozen_stages=6), ValueError, r"must lie in \[-1, 5\]"),
+        (dict(out_type="featmap", out_indices=(1,), frozen_stages=3), ValueError, r"must lie in \[-1, 2\]"),
         (dict(conditioning=dict(type="IdentityCorrection", size=3)), TypeError, "no argument 'size'"),
         (dict(patchsize=8), TypeError, "patchsize"),
         (dict(patch_size=7, img_size=224), ValueError, "16 or 8"),

@@ -46,7 +46,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
             before lambda = 10, whereas ``targets=('q',)`` leaves its logits alone:
             :class:`mmspectral.models.channel_attention.SpectralChannelAttention`
             has the numbers.
-        out_indices: Stages whose outputs are returned; (0, 1, 2, 3) for detection.
+        out_indices: Stages whose outputs are returned. Default: the last one. Detection takes (0, 1, 2, 3).
         pad_small_map: Whether maps smaller than a window are padded; otherwise
             they are refused, as is mmpretrain's default. Nothing else depends on it.
         stem_padding: ``"same"`` (mmpretrain) or 3 (official code).
@@ -72,7 +72,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         arch: str | dict = "tiny",
         conditioning: dict | None = None,
         channel_conditioning: dict | None = None,
-        out_indices: int | Sequence[int] = (3,),
+        out_indices: int | Sequence[int] = -1,
         pad_small_map: bool = True,
         stem_padding: int | str = "same",
         gap_before_final_norm: bool = False,

@@ -55,9 +55,12 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             for ``"cls_token"``, else the four blocks of the official detection
             code (3, 5, 7, 11 of 12; 7, 11, 15, 23 of 24), or the last one for
             other depths.
-        frozen_stages: n freezes the stem and blocks 0 to n - 1; -1 freezes nothing.
+        frozen_stages: n freezes the stem and blocks 0 to n - 1, class-attention
+            blocks last, and the final norm with the last one; -1 freezes nothing.
         norm_eval: Whether batch norms stay in eval mode during training.
         with_cp: Whether blocks are recomputed in the backward pass (non-reentrant).
+            Batch norms of the local patch interaction then see every batch twice,
+            which doubles the weight of new batches in their running statistics.
         bn_norm_cfg: Norm of stem and local patch interaction; SyncBN falls
             back to BN without CUDA.
         init_cfg: Scratch initialisation (default: truncated normal of std 0.02,
@@ -67,7 +70,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         **kwargs: mmpretrain's other arguments.
 
     Raises:
-        ValueError: Unknown ``arch`` or ``out_indices`` out of range.
+        ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
     scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
@@ -94,6 +97,9 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         self.dense = out_type != "cls_token" and max(out_indices) < depth
         if self.dense:
             kwargs.update(depth=max(out_indices) + 1, cls_attn_layers=0, final_norm=False)
+        num_blocks = kwargs["depth"] + kwargs.get("cls_attn_layers", 2)
+        if not -1 <= frozen_stages <= num_blocks:
+            raise ValueError(f"frozen_stages must lie in [-1, {num_blocks}], got {frozen_stages}.")
         super().__init__(
             patch_size=patch_size,
             out_type=out_type,
@@ -183,6 +189,10 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         if head == "ca_layers":
             return len(self.xca_layers) + int(rest.split(".")[0]) + 1, num_depths
         return num_depths - 1, num_depths
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters that the official code does not decay."""
+        return {"cls_token"} & {name for name, _ in self.named_parameters(recurse=False)}
 
     def _run(self, block: nn.Module, *inputs: Tensor | int) -> Tensor:
         if self.with_cp and torch.is_grad_enabled():
