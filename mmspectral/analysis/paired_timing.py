@@ -70,6 +70,6 @@ def compare_times(seconds: Mapping[str, list[float]], baseline: str) -> dict[str
     compared = {}
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(times, seconds[baseline], strict=True)]
-        lower, median, upper = statistics.quantiles(ratios, n=4)
+        lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the data
         compared[name] = PairedTimes(statistics.median(times), median, lower, upper)
     return compared

@@ -1,10 +1,10 @@
-"""Conditioned backbones of the five families in dense form, and mmpretrain's own with the same weights."""
+"""Conditioned backbones of the five families, and mmpretrain's own with the same weights."""
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 
+import torch
 from mmpretrain.models.backbones import DaViT, DistilledVisionTransformer, SwinTransformer, VisionTransformer, XCiT
 from torch import nn
 
@@ -22,119 +22,94 @@ class Family:
         stock: mmpretrain's class.
         arch: Small size of the paper.
         shared: Arguments of both.
-        takes: Which of ``img_size`` and ``patch_size`` both take.
         own: Arguments of ours alone.
+        takes: Which of ``img_size`` and ``patch_size`` both take.
         sites: Arguments of ours that take a conditioning.
     """
 
     ours: type[nn.Module]
     stock: type[nn.Module]
     arch: str
-    shared: Mapping = MappingProxyType({})
-    takes: tuple[str, ...] = ()
-    own: Mapping = field(default_factory=dict)
+    shared: Mapping
+    own: Mapping
+    takes: tuple[str, ...]
     sites: tuple[str, ...] = ("conditioning",)
 
 
 _MAPS = dict(out_type="featmap", drop_path_rate=0.0)
 _PYRAMID = dict(out_indices=(0, 1, 2, 3), pad_small_map=True, drop_path_rate=0.0)
+_PLAIN = ("img_size", "patch_size")
 
 FAMILIES = {
-    "xcit": Family(SpectralXCiT, XCiT, "small-12", _MAPS, ("patch_size",)),
-    "swin": Family(SpectralSwin, SwinTransformer, "tiny", _PYRAMID),
-    "vit": Family(SpectralViT, VisionTransformer, "deit-small", _MAPS, ("img_size", "patch_size")),
-    "deit": Family(
-        SpectralDeiT,
-        DistilledVisionTransformer,
-        "deit-small",
-        _MAPS,
-        ("img_size", "patch_size"),
-        dict(distillation=True),
-    ),
-    "davit": Family(SpectralDaViT, DaViT, "tiny", _PYRAMID, sites=("conditioning", "channel_conditioning")),
+    "xcit": Family(SpectralXCiT, XCiT, "small-12", _MAPS, {}, ("patch_size",)),
+    "swin": Family(SpectralSwin, SwinTransformer, "tiny", _PYRAMID, {}, ()),
+    "vit": Family(SpectralViT, VisionTransformer, "deit-small", _MAPS, {}, _PLAIN),
+    "deit": Family(SpectralDeiT, DistilledVisionTransformer, "deit-small", _MAPS, dict(distillation=True), _PLAIN),
+    "davit": Family(SpectralDaViT, DaViT, "tiny", _PYRAMID, {}, (), ("conditioning", "channel_conditioning")),
 }
 
 
-def conditioned_backbone(
-    family: str,
-    conditioning: dict | None,
-    arch: str | dict | None = None,
-    image_size: tuple[int, int] = (224, 224),
-    patch_size: int = 16,
-) -> nn.Module:
-    """Build a backbone that returns maps, without drop path, with every attention of its maps conditioned.
-
-    Weights are those of the constructors, from torch's global generator. DeiT
-    has its distillation token. DaViT is conditioned in window and channel attention.
+@dataclass(frozen=True)
+class DenseBackbone:
+    """A backbone that returns maps, without drop path, in the forms that are compared.
 
     Args:
-        family: Key of ``FAMILIES``.
-        conditioning: As the backbones take it. They warn of attention that
-            starts one-hot; not here, where nothing is trained.
+        family: Key of ``FAMILIES``. DeiT has its distillation token.
         arch: Its size; None is the small one of the paper.
         image_size: (H, W) that position embeddings are made for.
         patch_size: Of XCiT, ViT and DeiT.
     """
-    kind = FAMILIES[family]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* of the entropy of uniform attention ")
-        return kind.ours(
-            kind.arch if arch is None else arch,
-            **_shared(kind, image_size, patch_size),
-            **kind.own,
-            **dict.fromkeys(kind.sites, conditioning),
-        )
 
+    family: str
+    arch: str | dict | None = None
+    image_size: tuple[int, int] = (224, 224)
+    patch_size: int = 16
 
-def stock_twin(
-    family: str,
-    ours: nn.Module,
-    arch: str | dict | None = None,
-    image_size: tuple[int, int] = (224, 224),
-    patch_size: int = 16,
-) -> nn.Module:
-    """Return mmpretrain's own backbone with the weights W of ``ours``.
+    @property
+    def size(self) -> str | dict:
+        """Name of the architecture, or its settings."""
+        return self._family.arch if self.arch is None else self.arch
 
-    Args:
-        family: Key of ``FAMILIES``.
-        ours: Built by :func:`conditioned_backbone` with the arguments that follow.
-        arch: See there.
-        image_size: See there.
-        patch_size: See there.
+    def conditioned(self, conditioning: dict | None) -> nn.Module:
+        """Build ours, every attention conditioned (in DaViT that of windows and that of channels).
 
-    Raises:
-        RuntimeError: The weights do not fit, one for one.
-    """
-    kind = FAMILIES[family]
-    arch = kind.arch if arch is None else arch
-    settings = dict(arch=arch)
-    if kind.stock is XCiT:  # it knows no names of sizes
-        settings = dict(arch if isinstance(arch, dict) else ARCHITECTURES[arch], cls_attn_layers=0, final_norm=False)
-    shared = _shared(kind, image_size, patch_size)
-    stock = kind.stock(**{**settings, **shared, "out_indices": ours.out_indices})
-    weights = ours.state_dict()
-    if kind.stock is XCiT:
-        stock.cls_token.requires_grad_(False)  # maps do not use it, and ours does not have it
-        weights["cls_token"] = stock.cls_token.detach()
-    stock.load_state_dict(weights, strict=True)
-    return stock
+        Weights are drawn by the constructors from torch's global generator. The
+        warning of attention that starts one-hot is left out: this is not for training.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* of the entropy of uniform attention ")
+            sites = dict.fromkeys(self._family.sites, conditioning)
+            return self._family.ours(self.size, **self._shared(), **self._family.own, **sites)
 
+    def stock(self, ours: nn.Module | None = None) -> nn.Module:
+        """Build mmpretrain's own, with the weights W of what :meth:`conditioned` returned if that is given.
 
-def folded_twin(
-    family: str,
-    ours: nn.Module,
-    arch: str | dict | None = None,
-    image_size: tuple[int, int] = (224, 224),
-    patch_size: int = 16,
-) -> nn.Module:
-    """Fold ``ours``, in place, and return mmpretrain's own backbone with its weights W + C: the same function.
+        Raises:
+            RuntimeError: The weights do not fit, one for one.
+        """
+        settings = dict(arch=self.size) | self._shared()
+        if self._family.stock is XCiT:  # it knows no names of sizes, no form without class token, and other outputs
+            with torch.device("meta"):
+                out_indices = self.conditioned(None).out_indices
+            settings = dict(self.size if isinstance(self.size, dict) else ARCHITECTURES[self.size])
+            settings |= dict(self._shared(), out_indices=out_indices, cls_attn_layers=0, final_norm=False)
+        stock = self._family.stock(**settings)
+        unused = {"cls_token": stock.cls_token} if self._family.stock is XCiT else {}
+        for parameter in unused.values():
+            parameter.requires_grad_(False)
+        if ours is not None:
+            stock.load_state_dict({**ours.state_dict(), **unused}, strict=True)
+        return stock
 
-    Args: those of :func:`stock_twin`.
-    """
-    fold(ours)
-    return stock_twin(family, ours, arch, image_size, patch_size)
+    def folded(self, ours: nn.Module) -> nn.Module:
+        """Fold ours, in place, and build mmpretrain's own with its weights W + C: the same function."""
+        fold(ours)
+        return self.stock(ours)
 
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[self.family]
 
-def _shared(kind: Family, image_size: tuple[int, int], patch_size: int) -> dict:
-    sizes = dict(img_size=tuple(image_size), patch_size=patch_size)
-    return dict(kind.shared, **{name: sizes[name] for name in kind.takes})
+    def _shared(self) -> dict:
+        sizes = dict(img_size=tuple(self.image_size), patch_size=self.patch_size)
+        return dict(self._family.shared, **{name: sizes[name] for name in self._family.takes})

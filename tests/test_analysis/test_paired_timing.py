@@ -55,5 +55,10 @@ def test_a_machine_that_slows_down_does_not_change_paired_ratios(timed):
 
 def test_the_median_is_that_of_the_ratios_not_the_ratio_of_the_medians():
     compared = compare_times({"a": [1.0, 10.0, 100.0], "b": [3.0, 20.0, 100.0]}, "a")["b"]
-    assert (compared.seconds, compared.lower, compared.ratio, compared.upper) == (20.0, 1.0, 2.0, 3.0)
+    assert (compared.seconds, compared.lower, compared.ratio, compared.upper) == (20.0, 1.5, 2.0, 2.5)
     assert compare_times({"a": [4.0, 1.0, 1.0], "b": [4.0, 2.0, 9.0]}, "a")["b"].ratio == 2.0
+
+
+def test_quartiles_of_two_rounds_lie_between_them():
+    compared = compare_times({"a": [1.0, 1.0], "b": [1.0, 9.0]}, "a")["b"]
+    assert (compared.lower, compared.ratio, compared.upper) == (3.0, 5.0, 7.0)

@@ -41,6 +41,13 @@ def test_stock_twin_is_bit_equal_without_a_correction(backbone):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
+def test_stock_without_weights_of_ours_is_the_same_model(backbone):
+    alone, twin = backbone.stock(), backbone.stock(backbone.conditioned(None))
+    assert module_types(alone) == module_types(twin)
+    described = [{n: (p.shape, p.requires_grad) for n, p in model.named_parameters()} for model in (alone, twin)]
+    assert described[0] == described[1]
+
+
 def test_folded_is_the_conditioned_function_in_modules_of_stock(backbone):
     ours = backbone.conditioned(IDENTITY)
     ours.eval()

@@ -4,13 +4,14 @@
 import argparse
 import csv
 import platform
-import statistics
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from mmspectral import ops
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,37 +28,27 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def seconds(form, W: torch.Tensor) -> float:
-    synchronize = torch.cuda.synchronize if W.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    form(W)
-    synchronize()
-    return time.perf_counter() - start
-
-
 def compare(W: torch.Tensor, kappa: float, pairs: int) -> dict:
-    """Time both forms in turn, each first in every other pair, and say what condition numbers they reach."""
-    forms = {"svd": ops.svd_correction, "polar": lambda W: ops.polar_correction(W, kappa)}
-    for form in forms.values():
-        form(W)  # warm up
-    times = {name: [] for name in forms}
-    for pair in range(pairs):
-        for name in list(forms)[:: 1 if pair % 2 else -1]:
-            times[name].append(seconds(forms[name], W))
-    ratios = [polar / svd for polar, svd in zip(times["polar"], times["svd"], strict=True)]
-    lower, median, upper = statistics.quantiles(ratios, n=4)
+    """Time both forms in turn, and say what condition numbers they reach."""
+    forms = {"svd": ops.svd_correction, "polar": partial(ops.polar_correction, kappa=kappa)}
+
+    def step(form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        form(W)
+        if W.is_cuda:
+            torch.cuda.synchronize()
+
+    times = compare_times(time_in_turn({name: partial(step, form) for name, form in forms.items()}, pairs), "svd")
     reached = {name: ops.condition_number(W.double() + form(W).double()).max().item() for name, form in forms.items()}
     return dict(
         size=W.shape[-1],
         batch=W.shape[0],
         kappa=f"{kappa:g}",
         steps=len(ops.polar_schedule(kappa, W.shape[-1])),
-        svd_ms=round(1e3 * statistics.median(times["svd"]), 3),
-        polar_ms=round(1e3 * statistics.median(times["polar"]), 3),
-        ratio=round(median, 4),
-        ratio_lower_quartile=round(lower, 4),
-        ratio_upper_quartile=round(upper, 4),
+        svd_ms=round(1e3 * times["svd"].seconds, 3),
+        polar_ms=round(1e3 * times["polar"].seconds, 3),
+        ratio=round(times["polar"].ratio, 4),
+        ratio_lower_quartile=round(times["polar"].lower, 4),
+        ratio_upper_quartile=round(times["polar"].upper, 4),
         kappa_svd=round(reached["svd"], 4),
         kappa_polar=round(reached["polar"], 4),
         pairs=pairs,
