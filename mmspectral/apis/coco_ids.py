@@ -20,7 +20,7 @@ def read_annotations(path: str | Path) -> dict:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"The annotation file {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not {"images", "categories"} <= content.keys():
         raise UsageError(f"{path} is no COCO annotation file: it has no lists 'images' and 'categories'.")

@@ -25,6 +25,10 @@ FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
+class DamagedCheckpointError(RuntimeError):
+    """A file is no checkpoint, or no longer one."""
+
+
 class UnsafeCheckpointError(RuntimeError):
     """A checkpoint needs code to be run in order to be read."""
 
@@ -81,6 +85,7 @@ def load_from_local(filename: str, map_location: Any = None) -> dict:
         FileNotFoundError: No such file.
         UnsafeCheckpointError: The file holds more than tensors, plain values
             and mmengine's log buffers.
+        DamagedCheckpointError: The file is damaged, or no checkpoint.
     """
     path = Path(filename).expanduser()
     if not path.is_file():
@@ -90,6 +95,12 @@ def load_from_local(filename: str, map_location: Any = None) -> dict:
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refusal(filename, error) from error
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:  # torch stumbles over damaged bytes in as many ways as there are: IndexError, KeyError
+        raise DamagedCheckpointError(
+            f"{filename} cannot be read as a checkpoint, it may be damaged: {error}"
+        ) from error
 
 
 def refusal_reason(error: pickle.UnpicklingError) -> str:

@@ -9,12 +9,19 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from mmspectral.ops import ProjectionLayout
 
 PREFIX = "mmspectral."
 _TYPES: dict[str, type["Conditioning"]] = {}
+_FLOAT32_LIMIT = torch.finfo(torch.float32).max
+
+
+def is_finite_number(value: object) -> bool:
+    """Return whether ``value`` is an int or float, and no bool, that float32 can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _FLOAT32_LIMIT
 
 
 class Conditioning(ABC):
@@ -30,7 +37,8 @@ class Conditioning(ABC):
     adopts_stock_weights = False  # whether weights trained without it compute the same under it
 
     def __init__(self, targets: Sequence[str] = ("q", "k", "v")) -> None:
-        if not targets or not set(targets) <= {"q", "k", "v"} or isinstance(targets, str):
+        listed = isinstance(targets, Sequence) and not isinstance(targets, str)
+        if not listed or not targets or not all(target in ("q", "k", "v") for target in targets):
             raise ValueError(
                 f"{type(self).__name__}: targets must be a non-empty list out of q, k, v, got {targets!r}."
             )

@@ -5,7 +5,6 @@ its settings, or from W (:mod:`mmspectral.layers.derived`). It is built from a
 dict, ``dict(type='IdentityCorrection', scale=10.0)``.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
-from mmspectral.layers.base import Conditioning, register_conditioning
+from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
 from mmspectral.layers.projections import ConditionedLinear
 from mmspectral.ops import ProjectionLayout
 
@@ -111,9 +110,9 @@ class IdentityCorrection(Correction):
                 f"IdentityCorrection: scale must have keys out of the targets {', '.join(self.targets)}, "
                 f"got {dict(scale)!r}."
             )
-        if not all(_is_finite_number(value) for value in (scale.values() if per_target else [scale])):
+        if not all(is_finite_number(value) for value in (scale.values() if per_target else [scale])):
             raise ValueError(f"IdentityCorrection: scale must be a finite number, or a dict of them, got {scale!r}.")
-        if preserve_norm is not None and not (_is_finite_number(preserve_norm) and preserve_norm > 0):
+        if preserve_norm is not None and not (is_finite_number(preserve_norm) and preserve_norm > 0):
             raise ValueError(
                 "IdentityCorrection: preserve_norm must be None or the standard deviation of the initial weights, "
                 f"a positive number such as 0.02, got {preserve_norm!r}."
@@ -156,7 +155,3 @@ class IdentityCorrection(Correction):
             return scales, None
         factors = ops.norm_factors(scales, tuple(weight.shape), layout, self.scope, self.preserve_norm)
         return tuple(s * scale for s, scale in zip(factors, scales, strict=True)), factors
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

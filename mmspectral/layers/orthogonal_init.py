@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from mmspectral import ops
-from mmspectral.layers.base import Conditioning, register_conditioning
+from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
 from mmspectral.layers.switched_linear import SwitchedLinear, at_least_float32
 from mmspectral.ops import ProjectionLayout
 
@@ -35,7 +34,7 @@ class OrthogonalInit(Conditioning):
 
     def __init__(self, gain: float = 1.0, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
-        if not 0 < gain < math.inf:
+        if not (is_finite_number(gain) and gain > 0):
             raise ValueError(f"OrthogonalInit: gain must be positive and finite, got {gain!r}.")
         self.gain = float(gain)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmspectral.layers.base import Conditioning, register_conditioning
+from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
 from mmspectral.layers.switched_linear import SwitchedLinear, at_least_float32
 from mmspectral.ops import ProjectionLayout
 
@@ -60,10 +60,10 @@ class QKNorm(Conditioning):
         super().__init__(targets)
         if "v" in self.targets:
             raise ValueError(f"QKNorm normalises q and k; take v out of targets={targets!r}.")
-        if norm not in NORMS:
+        if norm not in tuple(NORMS):
             raise ValueError(f"QKNorm: norm must be one of {', '.join(NORMS)}, got {norm!r}.")
-        if not eps > 0:
-            raise ValueError(f"QKNorm: eps must be positive, got {eps!r}.")
+        if not (is_finite_number(eps) and eps > 0):
+            raise ValueError(f"QKNorm: eps must be positive and finite, got {eps!r}.")
         self.norm = norm
         self.eps = eps
 

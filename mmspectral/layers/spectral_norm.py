@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmspectral import ops
-from mmspectral.layers.base import Conditioning, register_conditioning
+from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
 from mmspectral.layers.switched_linear import SwitchedLinear, at_least_float32, without_autocast
 from mmspectral.ops import ProjectionLayout
 
+MAX_ITERATIONS = 1000  # in each forward pass; more is a mistake and looks like a hang
 START_ITERATIONS = 32  # of the power method, wherever the singular vectors are not known
 
 
@@ -27,14 +27,16 @@ class SigmaDivision(Conditioning):
         targets: Which of ``"q"``, ``"k"``, ``"v"`` are divided.
 
     Raises:
-        ValueError: Fewer than one step, or unknown target.
+        ValueError: Fewer than one step or more than ``MAX_ITERATIONS``, or unknown target.
     """
 
     def __init__(self, power_iterations: int = 1, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
-        if isinstance(power_iterations, bool) or not isinstance(power_iterations, int) or power_iterations < 1:
+        whole = isinstance(power_iterations, int) and not isinstance(power_iterations, bool)
+        if not whole or not 1 <= power_iterations <= MAX_ITERATIONS:
             raise ValueError(
-                f"{type(self).__name__}: power_iterations must be an integer of at least 1, got {power_iterations!r}."
+                f"{type(self).__name__}: power_iterations must be an integer of at least 1 and at most "
+                f"{MAX_ITERATIONS}, got {power_iterations!r}."
             )
         self.power_iterations = power_iterations
 
@@ -77,7 +79,7 @@ class SigmaReparam(SigmaDivision):
         targets: Sequence[str] = ("q", "k", "v"),
     ) -> None:
         super().__init__(power_iterations, targets)
-        if gamma is not None and not 0 < gamma < math.inf:
+        if gamma is not None and not (is_finite_number(gamma) and gamma > 0):
             raise ValueError(f"SigmaReparam: gamma must be None or positive and finite, got {gamma!r}.")
         self.gamma = gamma
         self.adopts_stock_weights = gamma is None

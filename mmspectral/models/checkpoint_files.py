@@ -69,6 +69,8 @@ def read_checkpoint(source: str) -> object:
     Raises:
         FileNotFoundError: No such file.
         UnsafeCheckpointError: The file is a pickle that needs code.
+        DamagedCheckpointError: The file is no checkpoint.
+        ValueError: The same of a safetensors file.
     """
     if source.startswith(("http://", "https://")):
         return load_from_http(source, map_location="cpu")
@@ -165,7 +167,10 @@ def _read_safetensors(source: str) -> OrderedDict[str, Tensor]:
     except SafetensorError as error:
         raise ValueError(f"{source} is no safetensors file, or is damaged: {error}") from error
     if notes:
-        state._metadata = OrderedDict(json.loads(notes))
+        try:
+            state._metadata = OrderedDict(json.loads(notes))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{source} is damaged: its metadata {SAFETENSORS_METADATA!r} is no JSON dict.") from error
     return state
 
 

@@ -13,6 +13,7 @@ import mmengine.hub
 from mmengine.config import Config, DictAction
 
 from mmspectral.compat.checkpoints import (
+    DamagedCheckpointError,
     UnsafeCheckpointError,
     refusal_reason,
     use_safe_loading,
@@ -32,7 +33,7 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args, **kwargs):
         try:
             main(*args, **kwargs)
-        except (UsageError, UnsafeCheckpointError) as error:
+        except (UsageError, DamagedCheckpointError, UnsafeCheckpointError) as error:
             message = str(error)
         except pickle.UnpicklingError as error:
             # From a source whose loader is mmengine's own, such as torchvision://.
