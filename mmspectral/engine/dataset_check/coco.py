@@ -8,7 +8,7 @@ from typing import Any
 from mmspectral.apis.coco_ids import read_annotations
 from mmspectral.engine.dataset_check.files import check_files
 from mmspectral.engine.dataset_check.report import SplitReport, Tally
-from mmspectral.engine.dataset_check.segmentation import LIMIT, are_numbers, mask_problem
+from mmspectral.engine.dataset_check.segmentation import KEPT, LIMIT, STOPS, are_numbers, mask_problem
 from mmspectral.engine.runner.config import UsageError
 
 # COCO's area ranges in square pixels, by the end of the names of their metrics.
@@ -155,12 +155,12 @@ class _Objects:
         segmentation = annotation.get("segmentation")
         self.kinds["crowd regions"] += crowd
         self.kinds["masks as run lengths"] += isinstance(segmentation, dict)
-        problem = ""
+        effect = KEPT
         if self.use.needs_masks or segmentation:
-            problem, fatal = mask_problem(segmentation, image["height"], image["width"])
+            problem, effect = mask_problem(segmentation, image["height"], image["width"])
             if problem:
-                (self.errors if fatal and self.use.needs_masks else self.warnings).add(problem, number)
-        if not crowd and not (self.use.needs_masks and problem and "beside others" not in problem):
+                (self.errors if effect == STOPS and self.use.needs_masks else self.warnings).add(problem, number)
+        if not crowd and (effect == KEPT or not self.use.needs_masks):
             self.usable.setdefault(annotation["image_id"], []).append(annotation["area"])
 
     def _form_problem(self, annotation: Any) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 LIMIT = 1e9  # no image has as many pixels in a row; float32 boxes cannot resolve it either
 _NUMBERS = {int, float}
-_DEGENERATE = "degenerate polygons (fewer than three corners, an odd count of numbers or no area)"
+# What mmdet does about a problem: raise, leave the object out, or train with it all the same.
+STOPS, DROPPED, KEPT = "stops", "dropped", "kept"
 
 
 def are_numbers(values: Any) -> bool:
@@ -18,7 +19,7 @@ def are_numbers(values: Any) -> bool:
     )
 
 
-def mask_problem(segmentation: Any, height: int, width: int) -> tuple[str, bool]:
+def mask_problem(segmentation: Any, height: int, width: int) -> tuple[str, str]:
     """Say what is wrong with a mask.
 
     Args:
@@ -27,27 +28,32 @@ def mask_problem(segmentation: Any, height: int, width: int) -> tuple[str, bool]
         width: Of the image in pixels.
 
     Returns:
-        The problem, or ``""``; and whether mmdet stops at it. Otherwise mmdet
-        leaves the object or a piece of it out.
+        The problem, or ``""``; and what mmdet does about it: :data:`STOPS`,
+        :data:`DROPPED` or :data:`KEPT`.
     """
     if not segmentation:
-        return "objects have no segmentation, which the pipeline's LoadAnnotations(with_mask=True) needs", True
+        return "objects have no segmentation, which the pipeline's LoadAnnotations(with_mask=True) needs", STOPS
     if isinstance(segmentation, list):
         return _polygons_problem(segmentation)
     if not isinstance(segmentation, Mapping):
-        return "segmentations are neither a list of polygons nor a dict of run lengths", True
+        return "segmentations are neither a list of polygons nor a dict of run lengths", STOPS
     return _run_lengths_problem(segmentation, height, width)
 
 
-def _polygons_problem(polygons: list) -> tuple[str, bool]:
-    degenerate = 0
+def _polygons_problem(polygons: list) -> tuple[str, str]:
+    short = flat = 0
     for polygon in polygons:
         if not are_numbers(polygon):
-            return "segmentations are no list of polygons [x1, y1, x2, y2, ...] of finite numbers", True
-        degenerate += len(polygon) < 6 or len(polygon) % 2 == 1 or not _has_area(polygon)
-    if degenerate == len(polygons):
-        return f"objects have only {_DEGENERATE}, so no mask", False
-    return f"objects have {_DEGENERATE} beside others" if degenerate else "", False
+            return "segmentations are no list of polygons [x1, y1, x2, y2, ...] of finite numbers", STOPS
+        if len(polygon) < 6 or len(polygon) % 2:
+            short += 1
+        else:
+            flat += not _has_area(polygon)
+    if short == len(polygons):
+        return "objects have only polygons of fewer than three corners or an odd count of numbers, so no mask", DROPPED
+    if short:
+        return "objects have polygons of fewer than three corners or an odd count of numbers beside others", KEPT
+    return "objects have polygons without area" if flat else "", KEPT
 
 
 def _has_area(polygon: list) -> bool:
@@ -58,15 +64,15 @@ def _has_area(polygon: list) -> bool:
     return len(xs) > 4 or sum(xs[i - 1] * ys[i] - xs[i] * ys[i - 1] for i in range(len(xs))) != 0
 
 
-def _run_lengths_problem(mask: Mapping, height: int, width: int) -> tuple[str, bool]:
+def _run_lengths_problem(mask: Mapping, height: int, width: int) -> tuple[str, str]:
     counts = mask.get("counts")
     if mask.get("size") != [height, width]:
-        return "masks as run lengths have another size than [height, width] of their image", True
+        return "masks as run lengths have another size than [height, width] of their image", STOPS
     lengths = _decompressed(counts) if isinstance(counts, str) else counts
     whole = isinstance(lengths, list) and lengths and set(map(type, lengths)) <= {int} and min(lengths) >= 0
     if not whole or sum(lengths) != height * width:
-        return "masks as run lengths do not add up to height * width of their image", True
-    return "", False
+        return "masks as run lengths do not add up to height * width of their image", STOPS
+    return "", KEPT
 
 
 def _decompressed(counts: str) -> list[int] | None:
