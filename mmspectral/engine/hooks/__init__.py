@@ -1,8 +1,21 @@
 """Hooks of scope ``mmspectral``."""
 
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
+from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
 from mmspectral.engine.hooks.conditioning_hook import ConditioningHook
 from mmspectral.engine.hooks.correction_refresh import CorrectionRefreshHook
+from mmspectral.engine.hooks.due_validation import DueValidationHook
+from mmspectral.engine.hooks.epoch_seed import EpochSeedHook
 from mmspectral.engine.hooks.non_finite_guard import NonFiniteGuardHook
+from mmspectral.engine.hooks.resume_check import ResumeCheckHook
 
-__all__ = ["CheckpointFittingHook", "ConditioningHook", "CorrectionRefreshHook", "NonFiniteGuardHook"]
+__all__ = [
+    "CheckpointFittingHook",
+    "CheckpointHook",
+    "ConditioningHook",
+    "CorrectionRefreshHook",
+    "DueValidationHook",
+    "EpochSeedHook",
+    "NonFiniteGuardHook",
+    "ResumeCheckHook",
+]

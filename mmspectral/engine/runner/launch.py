@@ -12,6 +12,8 @@ from mmengine.runner import Runner
 
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group, replace_sync_norm, use_cpu_wrapper
+from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant, require_writable
+from mmspectral.engine.runner.resume import choose_checkpoint
 
 _AMP_ONLY = ("loss_scale", "dtype", "use_fsdp")
 
@@ -42,8 +44,9 @@ def set_resume(cfg: Config, checkpoint: str) -> None:
 
     Args:
         cfg: Config of the run.
-        checkpoint: Path or URL, or ``"auto"`` for the newest checkpoint in the
-            work folder, if there is one.
+        checkpoint: Path or URL, or ``"auto"`` for the newest whole checkpoint in
+            the work folder, if there is one
+            (:func:`mmspectral.engine.runner.resume.choose_checkpoint`).
 
     Raises:
         UsageError: There is no such file.
@@ -112,17 +115,24 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
     """Build the Runner on this process's device, hand it to ``run`` and leave the process group.
 
     Args:
-        cfg: Config of the run, with ``launcher``; it is adapted by
-            :func:`prepare_cfg_for_device`.
+        cfg: Config of the run, with ``launcher`` and ``work_dir``; it is adapted
+            by :func:`mmspectral.engine.runner.resume.choose_checkpoint`,
+            :func:`prepare_cfg_for_device` and
+            :func:`mmspectral.engine.runner.fault_tolerance.make_fault_tolerant`,
+            the last where the config has ``fault_tolerance``.
         run: What to do, such as ``Runner.train``.
 
     Returns:
         What ``run`` returns.
 
     Raises:
-        UsageError: The launcher's environment variables are missing.
+        UsageError: The launcher's environment variables are missing, the work
+            folder cannot be written, or the checkpoint cannot be used.
     """
-    notes = prepare_cfg_for_device(cfg)
+    require_writable(cfg.work_dir)
+    notes = choose_checkpoint(cfg) + prepare_cfg_for_device(cfg)
+    if cfg.get("fault_tolerance", False) is not False:
+        make_fault_tolerant(cfg)
     if cfg.launcher != "none" and get_device() == "cpu":
         init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
     try:

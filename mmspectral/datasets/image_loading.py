@@ -1,0 +1,76 @@
+"""Read images, and say which one cannot be read."""
+
+import logging
+from pathlib import Path
+
+import cv2
+import mmcv.transforms
+from mmengine.logging import print_log
+
+from mmspectral.registry import TRANSFORMS
+
+# How a complete file of the format ends, by how it begins.
+_ENDINGS = {b"\xff\xd8\xff": b"\xff\xd9", b"\x89PNG\r\n\x1a\n": b"IEND\xaeB`\x82"}
+_TAIL = 4096  # bytes; some cameras and editors append a few after the end
+
+
+class UnreadableImageError(RuntimeError):
+    """An image is missing, damaged or cut short."""
+
+
+@TRANSFORMS.register_module()
+class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
+    """mmcv's loader, with an error that names the file, and with truncated files found.
+
+    OpenCV reads the rows of a JPEG that are there and leaves the others grey,
+    without an error, so a JPEG or PNG file of this machine must have its end mark.
+
+    Args:
+        skip_unreadable: Whether an image that cannot be read is replaced by another
+            one of the training set, drawn at random, counted and logged, instead of
+            ending the run. Counts are those of one process: a worker of the data
+            loader, or the main process where there are none.
+        **kwargs: As mmcv's.
+    """
+
+    def __init__(self, skip_unreadable: bool = False, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.skip_unreadable = skip_unreadable
+        self.skipped = 0
+
+    def transform(self, results: dict) -> dict | None:
+        """Read ``results['img_path']``.
+
+        Raises:
+            UnreadableImageError: It cannot be read, and is not to be skipped.
+        """
+        path = results["img_path"]
+        try:
+            if not self.backend_args and not self.file_client_args:
+                _require_end(path)
+            return super().transform(results)
+        except (OSError, AssertionError, ValueError, cv2.error) as error:
+            reason = f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+            if not self.skip_unreadable:
+                raise UnreadableImageError(
+                    f"{reason}. Restore the file or take it out of the annotations; to train without it, "
+                    "pass --cfg-options fault_tolerance.skip_unreadable=True to tools/train.py."
+                ) from error
+        self.skipped += 1
+        print_log(f"Image skipped, {self.skipped} in this process: {reason}.", "current", logging.WARNING)
+        return None
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, skip_unreadable={self.skip_unreadable})"
+
+
+def _require_end(path: str) -> None:
+    """Raise OSError if a local file begins like a JPEG or PNG image and does not end like one."""
+    with Path(path).open("rb") as file:
+        head = file.read(8)
+        ending = next((end for start, end in _ENDINGS.items() if head.startswith(start)), None)
+        if ending is not None:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL))
+            if ending not in file.read():
+                raise OSError(f"the file is cut short: its {size} bytes have no end mark")

@@ -1,0 +1,326 @@
+"""The file backend, the checkpoint hook, what find_damage finds, and which file is resumed."""
+
+import errno
+import io
+import os
+import resource
+import stat
+import sys
+import uuid
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.evaluator import BaseMetric, Evaluator
+from mmengine.fileio import get_file_backend
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmspectral.compat.checkpoint_damage import find_damage
+from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE, UnsafeCheckpointError, use_safe_loading
+from mmspectral.engine.checkpoint_backend import AtomicBackend, FileWriteError
+from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
+from mmspectral.engine.runner.config import UsageError
+from mmspectral.engine.runner.resume import choose_checkpoint
+from mmspectral.registry import HOOKS
+
+RUN = dict(meta=dict(epoch=1, iter=4, seed=7), message_hub=dict(), state_dict=dict(weight=torch.arange(1000.0)))
+
+
+@pytest.fixture
+def safe_loading(monkeypatch):
+    """Load as our tools do; restore mmengine's loaders and torch's switches after the test."""
+    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    for name in (FORCE_SAFE, FORCE_UNSAFE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    use_safe_loading()
+
+
+@pytest.fixture
+def full_disk():
+    """Return a function that makes writes beyond so many bytes of a file fail, as the kernel does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def flip_bit(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0b100
+    path.write_bytes(content)
+
+
+def offset_of_weight(path):
+    """Position of a byte of the first tensor."""
+    with zipfile.ZipFile(path) as archive:
+        record = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
+    return record.header_offset + 500
+
+
+def test_backend_writes_bytes_and_text(tmp_path):
+    backend = get_file_backend(backend_args=dict(backend="atomic"))
+    assert type(backend) is AtomicBackend
+    path = tmp_path / "new" / "file"
+    for content in (b"first", b"second"):
+        backend.put(content, str(path))
+        assert path.read_bytes() == content
+    backend.put_text("größer", path)
+    assert path.read_text(encoding="utf-8") == "größer"
+    assert list(path.parent.iterdir()) == [path]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_backend_removes_what_a_killed_write_left(tmp_path):
+    leftover, foreign = tmp_path / ".epoch_1.pth.abc.tmp", tmp_path / ".epoch_10.pth.abc.tmp"
+    leftover.touch()
+    foreign.touch()
+    AtomicBackend().put(b"content", tmp_path / "epoch_1.pth")
+    assert not leftover.exists() and foreign.exists()
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk):
+    path = tmp_path / "epoch_1.pth"
+    path.write_bytes(b"old")
+    full_disk(1000)
+    with pytest.raises(
+        FileWriteError, match=r"epoch_1.pth \(0.0 MiB\) could not be written.*MiB free.*is as it was"
+    ) as e:
+        AtomicBackend().put(b"x" * 1001, path)
+    assert e.value.errno == errno.EFBIG
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(FileWriteError, match=r"epoch_2.pth does not exist"):
+        AtomicBackend().put(b"x" * 1001, tmp_path / "epoch_2.pth")
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(FileWriteError, match="could not be written"):
+        AtomicBackend().put(b"content", tmp_path / "folder" / "epoch_1.pth")
+    assert (tmp_path / "folder").read_text() == "a file"
+
+
+def test_every_kind_of_damage_is_found(tmp_path):
+    path = tmp_path / "checkpoint.pth"
+    torch.save(RUN, path)
+    content = path.read_bytes()
+    assert find_damage(path) is None
+    flip_bit(path, offset_of_weight(path))
+    assert "checksum" in find_damage(path)
+    changed = torch.load(path, weights_only=True)["state_dict"]["weight"]
+    assert not torch.equal(changed, RUN["state_dict"]["weight"]), "torch reads it as another weight"
+    for size in (0, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        assert f"{size} bytes are no complete archive" in find_damage(path)
+
+
+def test_no_flipped_bit_changes_what_is_read_unnoticed(tmp_path):
+    """Whatever bit flips, the file is refused or means the same."""
+    path = tmp_path / "checkpoint.pth"
+    small = dict(state_dict=dict(weight=torch.arange(4.0)), meta=dict(seed=7))
+    torch.save(small, path)
+    content = path.read_bytes()
+    unnoticed = 0
+    for offset in range(len(content)):
+        changed = bytearray(content)
+        changed[offset] ^= 1 << offset % 8
+        path.write_bytes(changed)
+        if find_damage(path) is None:
+            unnoticed += 1
+            try:
+                loaded = torch.load(io.BytesIO(changed), weights_only=True)
+            except RuntimeError:
+                continue
+            assert loaded["meta"] == small["meta"]
+            assert torch.equal(loaded["state_dict"]["weight"], small["state_dict"]["weight"])
+    assert 0 < unnoticed < len(content), "padding between records means nothing"
+
+
+def config(work_dir, **settings):
+    return Config(dict(work_dir=str(work_dir), resume=True, **settings))
+
+
+def save(work_dir, *names, content=RUN):
+    work_dir.mkdir(exist_ok=True)
+    for name in names:
+        torch.save(content, work_dir / name)
+
+
+def test_newest_whole_checkpoint_is_resumed(safe_loading, tmp_path):
+    save(tmp_path, "epoch_2.pth", "epoch_9.pth", "epoch_10.pth", "epoch_11.pth", "best_acc_epoch_12.pth", "iter_40.pth")
+    (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_11.pth"))
+    flip_bit(tmp_path / "epoch_11.pth", offset_of_weight(tmp_path / "epoch_11.pth"))
+    (tmp_path / "epoch_10.pth").write_bytes((tmp_path / "epoch_10.pth").read_bytes()[:900])
+    cfg = config(tmp_path)
+    notes = choose_checkpoint(cfg)
+    assert cfg.load_from == str(tmp_path / "epoch_9.pth") and cfg.randomness.seed == 7
+    assert [note.partition(" ")[0] for note in notes] == [str(tmp_path / f"epoch_{n}.pth") for n in (11, 10)]
+    cfg = config(tmp_path, default_hooks=dict(checkpoint=dict(by_epoch=False)), randomness=dict(seed=3))
+    assert choose_checkpoint(cfg) == []
+    assert cfg.load_from == str(tmp_path / "iter_40.pth") and cfg.randomness.seed == 3
+
+
+def test_checkpoints_in_another_folder_and_under_another_name(safe_loading, tmp_path):
+    save(tmp_path / "run", "state-3.pth")
+    hook = dict(out_dir=str(tmp_path), filename_tmpl="state-{}.pth")
+    cfg = config(tmp_path / "elsewhere" / "run", default_hooks=dict(checkpoint=hook))
+    choose_checkpoint(cfg)
+    assert cfg.load_from == str(tmp_path / "run" / "state-3.pth")
+
+
+def test_a_run_without_a_checkpoint_begins(tmp_path):
+    cfg = config(tmp_path)
+    assert choose_checkpoint(cfg) == [] and cfg.get("load_from") is None
+
+
+def test_a_run_does_not_begin_anew_over_damaged_checkpoints(safe_loading, tmp_path):
+    save(tmp_path, "epoch_1.pth")
+    (tmp_path / "epoch_1.pth").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"epoch_1.pth is passed over.*another --work-dir"):
+        choose_checkpoint(config(tmp_path))
+
+
+def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path):
+    save(tmp_path, "good.pth")
+    save(tmp_path, "weights.pth", content=RUN["state_dict"])
+    save(tmp_path, "code.pth", content=dict(RUN, path=tmp_path))
+    (tmp_path / "zip.pth").write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "zip.pth", "w") as archive:
+        archive.writestr("text", "no checkpoint")
+    cfg = config(tmp_path, load_from=str(tmp_path / "good.pth"))
+    assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "good.pth")
+    for name, reason in {"weights.pth": "it holds weights", "zip.pth": "torch cannot read it"}.items():
+        with pytest.raises(UsageError, match=rf"{name} is passed over: {reason}"):
+            choose_checkpoint(config(tmp_path, load_from=str(tmp_path / name)))
+    with pytest.raises(UnsafeCheckpointError, match=r"code.pth.*--trust-checkpoint"):
+        choose_checkpoint(config(tmp_path, load_from=str(tmp_path / "code.pth")))
+
+
+def test_damaged_weights_are_not_loaded_without_resuming(tmp_path):
+    save(tmp_path, "weights.pth")
+    cfg = Config(dict(load_from=str(tmp_path / "weights.pth")))
+    assert choose_checkpoint(cfg) == [] and "randomness" not in cfg
+    flip_bit(tmp_path / "weights.pth", offset_of_weight(tmp_path / "weights.pth"))
+    with pytest.raises(UsageError, match=r"weights.pth is damaged.*does not match its checksum"):
+        choose_checkpoint(cfg)
+    assert choose_checkpoint(Config(dict(load_from="https://example.org/weights.pth"))) == []
+
+
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs, mode="tensor"):
+        y = self.linear(inputs)
+        return dict(loss=y.square().mean()) if mode == "loss" else [y]
+
+
+class BetterAndBetter(BaseMetric):
+    """A metric that grows with each validation."""
+
+    rounds = 0
+
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        self.rounds += 1
+        return dict(acc=self.rounds)
+
+
+class Breaking(Hook):
+    """Call ``trouble(runner)`` before each iteration."""
+
+    def __init__(self, trouble):
+        self.trouble = trouble
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.trouble(runner)
+
+
+def run(work_dir, epochs=5, trouble=None, **settings):
+    """Train one iteration per epoch; return the runner and its checkpoint hook."""
+    hook = CheckpointHook(interval=1, **settings)
+    loader = DataLoader([dict(inputs=torch.ones(4))], batch_size=1)
+    model = Model()
+    runner = Runner(
+        model,
+        str(work_dir),
+        train_dataloader=loader,
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        val_dataloader=loader,
+        val_cfg=dict(),
+        val_evaluator=Evaluator([BetterAndBetter()]),
+        optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.01)),
+        default_hooks=dict(logger=None, checkpoint=hook),
+        custom_hooks=[Breaking(trouble)] if trouble else [],
+        experiment_name=uuid.uuid4().hex,
+        default_scope="mmengine",
+    )
+    runner.train()
+    return runner, hook
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*.pth"))
+
+
+def test_the_hook_is_registered_and_writes_atomically():
+    assert HOOKS.get("mmspectral.CheckpointHook") is CheckpointHook
+    assert CheckpointHook().backend_args == dict(backend="atomic")
+    assert CheckpointHook(out_dir="s3://bucket").backend_args is None
+    assert CheckpointHook(backend_args=dict(backend="petrel")).backend_args == dict(backend="petrel")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
+def test_so_many_checkpoints_are_kept(tmp_path, asked, kept):
+    run(tmp_path, max_keep_ckpts=asked)
+    assert names(tmp_path) == [f"epoch_{number}.pth" for number in kept]
+    noted = torch.load(tmp_path / "epoch_5.pth", weights_only=False)["message_hub"]["runtime_info"].get("keep_ckpt_ids")
+    assert noted == (kept if asked > 0 else None)
+
+
+def test_the_old_checkpoint_goes_after_the_new_one_has_come(tmp_path):
+    """Audited: when a checkpoint is deleted, its successor stands."""
+    deleted = []
+
+    def audit(event, arguments):
+        if event == "os.remove" and str(arguments[0]).startswith(str(tmp_path)) and str(arguments[0]).endswith(".pth"):
+            deleted.append((Path(arguments[0]).name, names(tmp_path)))
+
+    sys.addaudithook(audit)
+    run(tmp_path, epochs=4, max_keep_ckpts=2, save_best="acc")
+    regular = [(name, standing) for name, standing in deleted if name.startswith("epoch")]
+    best = [(name, standing) for name, standing in deleted if name.startswith("best")]
+    assert [name for name, _ in regular] == ["epoch_1.pth", "epoch_2.pth"]
+    assert all({f"epoch_{n}.pth" for n in (k, k + 1, k + 2)} <= set(there) for k, (_, there) in enumerate(regular, 1))
+    assert [name for name, _ in best] == [f"best_acc_epoch_{number}.pth" for number in (1, 2, 3)]
+    assert all(f"best_acc_epoch_{number + 1}.pth" in there for number, (_, there) in enumerate(best, 1))
+    assert names(tmp_path) == ["best_acc_epoch_4.pth", "epoch_3.pth", "epoch_4.pth"]
+
+
+def test_a_failed_save_stops_training_and_harms_nothing(tmp_path, full_disk):
+    with pytest.raises(FileWriteError, match=r"epoch_3.pth .* does not exist; free space"):
+        run(tmp_path, max_keep_ckpts=2, trouble=lambda runner: full_disk(100) if runner.epoch == 2 else None)
+    assert names(tmp_path) == ["epoch_1.pth", "epoch_2.pth"]
+    assert all(find_damage(tmp_path / name) is None for name in names(tmp_path))
+
+
+def test_tolerated_failures_are_counted_and_training_goes_on(tmp_path, full_disk):
+    def trouble(runner):
+        full_disk(100 if runner.epoch in (2, 3) else resource.RLIM_INFINITY)
+
+    _, hook = run(tmp_path, max_keep_ckpts=2, tolerated_failures=4, save_best="acc", trouble=trouble)
+    assert hook.failures == 0, "it starts again after a success"
+    assert names(tmp_path) == ["best_acc_epoch_5.pth", "epoch_2.pth", "epoch_5.pth"]
+    assert hook.best_ckpt_path.endswith("best_acc_epoch_5.pth") and list(hook.keep_ckpt_ids) == [2, 5]
