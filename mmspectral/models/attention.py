@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mmspectral import ops
 from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.models.fused_projection import condition_fused_projection
 from mmspectral.registry import MODELS
 
 
@@ -37,7 +38,7 @@ class SpectralXCA(XCA):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, init_cfg)
-        self._condition(conditioning)
+        condition_fused_projection(self, conditioning)
 
     @classmethod
     def from_stock(cls, stock: XCA, conditioning: dict | None) -> "SpectralXCA":
@@ -52,13 +53,8 @@ class SpectralXCA(XCA):
                 init_cfg=stock.init_cfg,
             )
         layer.temperature, layer.qkv, layer.proj = stock.temperature, stock.qkv, stock.proj
-        layer._condition(conditioning)  # outside the meta device: it may add parameters or buffers of its own
+        condition_fused_projection(layer, conditioning)
         return layer.train(stock.training)
-
-    def _condition(self, conditioning: dict | None) -> None:
-        condition_linear(
-            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), self.num_heads, row_order="[3][heads][d]"
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""

@@ -7,7 +7,7 @@ import torch
 from mmpretrain.models.backbones.davit import ChannelAttention
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.models.fused_projection import condition_fused_projection
 from mmspectral.registry import MODELS
 
 
@@ -59,19 +59,15 @@ class SpectralChannelAttention(ChannelAttention):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(embed_dims, num_heads, qkv_bias, init_cfg)
-        condition_linear(
-            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), num_heads, row_order="[3][heads][d]"
-        )
+        condition_fused_projection(self, conditioning)
 
     @classmethod
     def from_stock(cls, stock: ChannelAttention, conditioning: dict | None) -> "SpectralChannelAttention":
         """Return a conditioned layer that shares the parameters of a stock one."""
         with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
-            layer = cls(
-                stock.embed_dims, stock.num_heads, stock.qkv.bias is not None, conditioning, init_cfg=stock.init_cfg
-            )
-        layer.proj = stock.proj
-        layer.qkv.weight, layer.qkv.bias = stock.qkv.weight, stock.qkv.bias
+            layer = cls(stock.embed_dims, stock.num_heads, stock.qkv.bias is not None, init_cfg=stock.init_cfg)
+        layer.qkv, layer.proj = stock.qkv, stock.proj
+        condition_fused_projection(layer, conditioning)
         return layer.train(stock.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ import torch
 from mmpretrain.models.backbones.davit import DaViTDownSample, DaViTWindowMSA
 from torch import Tensor, nn
 
-from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.models.window_attention import WindowAttention
 
 
-class SpectralDaViTWindowMSA(DaViTWindowMSA):
+class SpectralDaViTWindowMSA(WindowAttention, DaViTWindowMSA):
     """Attention within windows, without position bias, with conditioning of q, k and v.
 
     With ``conditioning=None`` the outputs are bit-equal to mmpretrain's
-    ``DaViTWindowMSA`` in float32; in half precision logits and softmax stay in
-    float32. Shapes: W windows, N tokens in each, h heads, d channels per head.
+    ``DaViTWindowMSA`` in float32.
     """
 
     @classmethod
@@ -29,42 +29,8 @@ class SpectralDaViTWindowMSA(DaViTWindowMSA):
                 init_cfg=stock.init_cfg,
             )
         layer.qkv, layer.proj = stock.qkv, stock.proj
-        condition_linear(
-            layer, "qkv", build_conditioning(conditioning), ("q", "k", "v"), layer.num_heads, row_order="[3][heads][d]"
-        )
+        condition_fused_projection(layer, conditioning)
         return layer.train(stock.training)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map the tokens of windows [W, N, D] to [W, N, D].
-
-        Args:
-            x: Windows of one image after those of another.
-            mask: Added to the logits, [windows of one image, N, N], 0 or negative.
-        """
-        q, k, v = self._project(x)
-        attn = self.attn_drop(self._logits(q, k, mask).softmax(dim=-1))  # [W, h, N, N]
-        with torch.autocast(x.device.type, enabled=False):
-            x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
-        return self.proj_drop(self.proj(x))
-
-    def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what the softmax is taken of, [W, h, N, N]; arguments as above."""
-        q, k, _ = self._project(x)
-        return self._logits(q, k, mask)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        W, N, D = x.shape
-        qkv = self.qkv(x).reshape(W, N, 3, self.num_heads, D // self.num_heads)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
-
-    def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        if q.dtype.itemsize < 4:
-            q, k = q.float(), k.float()
-        with torch.autocast(q.device.type, enabled=False):
-            logits = (q * self.scale) @ k.transpose(-2, -1)  # [W, h, N, N]
-        if mask is not None:
-            logits = (logits.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)).flatten(0, 1)
-        return logits
 
 
 class AnySizeDownSample(DaViTDownSample):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from mmpretrain.models.utils import MultiheadAttention
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.models.fused_projection import condition_fused_projection
 from mmspectral.registry import MODELS
 
 
@@ -41,7 +41,7 @@ class SpectralMultiheadAttention(MultiheadAttention):
         self.scale = self.head_dims**-0.5 if qk_scale is None else qk_scale
         if qk_scale is not None:
             self.scaled_dot_product_attention = partial(F.scaled_dot_product_attention, scale=qk_scale)
-        self._condition(conditioning)
+        condition_fused_projection(self, conditioning)
 
     @classmethod
     def from_stock(cls, stock: MultiheadAttention, conditioning: dict | None) -> "SpectralMultiheadAttention":
@@ -59,7 +59,7 @@ class SpectralMultiheadAttention(MultiheadAttention):
             )
         for name, child in stock.named_children():
             setattr(layer, name, child)
-        layer._condition(conditioning)
+        condition_fused_projection(layer, conditioning)
         return layer.train(stock.training)
 
     def attention_logits(self, x: Tensor) -> Tensor:
@@ -70,8 +70,3 @@ class SpectralMultiheadAttention(MultiheadAttention):
         dtype = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             return self.scale * q.to(dtype) @ k.to(dtype).mT
-
-    def _condition(self, conditioning: dict | None) -> None:
-        condition_linear(
-            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), self.num_heads, row_order="[3][heads][d]"
-        )

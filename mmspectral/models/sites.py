@@ -1,11 +1,13 @@
 """What every backbone of ours has in common: attention sites, loud loading, its outputs described."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from mmcv.cnn.bricks import DropPath
 from mmengine.model.weight_init import PretrainedInit
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmspectral.layers import attention_layers, build_conditioning, probe_tokens, replaced_projections, saturation
 from mmspectral.models.checkpoints import load_backbone
@@ -16,7 +18,8 @@ SATURATED = 0.05  # of maximal entropy
 class ConditionedBackbone:
     """Mix-in of the conditioned backbones; put it before mmpretrain's class.
 
-    The class supplies ``scratch_init_cfg``, its initialisation from scratch.
+    The class supplies ``scratch_init_cfg``, its initialisation from scratch, and
+    ``with_cp``, whether :meth:`run_block` recomputes blocks in the backward pass.
     Under ``init_cfg=dict(type='Pretrained', checkpoint=..., prefix=...)`` weights
     are first drawn from it, then loaded by
     :func:`mmspectral.models.checkpoints.load_backbone`, whose other arguments
@@ -24,6 +27,7 @@ class ConditionedBackbone:
     """
 
     scratch_init_cfg: dict
+    with_cp: bool
     probe_length = 196  # tokens that one attention sees: 224-pixel images in patches of 16
 
     def init_weights(self) -> None:
@@ -47,6 +51,12 @@ class ConditionedBackbone:
         for projection in replaced_projections(self).values():
             return projection.conditioning.settings()
         return None
+
+    def run_block(self, block: nn.Module, *inputs: Tensor | int | tuple[int, int]) -> Tensor:
+        """Call a block, under ``with_cp`` with activation checkpointing (non-reentrant; mmpretrain's is reentrant)."""
+        if self.with_cp and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
 
     def warn_if_saturated(self) -> None:
         """Warn when attention starts one-hot; call it at the end of ``__init__``.
@@ -87,3 +97,33 @@ def freeze(modules: Iterable[nn.Module]) -> None:
         module.eval()
         for parameter in module.parameters():
             parameter.requires_grad = False
+
+
+def resolve_indices(indices: int | Sequence[int], count: int, part: str, detail: str = "") -> list[int]:
+    """Return ``out_indices`` as numbers from 0 on.
+
+    Args:
+        indices: One or more; negative ones count from the end.
+        count: How many blocks or stages there are.
+        part: ``"block"`` or ``"stage"``, for the message.
+        detail: What the message adds to the count.
+
+    Raises:
+        ValueError: None, or one that is out of range.
+    """
+    indices = [indices] if isinstance(indices, int) else list(indices)
+    if not indices or any(not -count <= index < count for index in indices):
+        raise ValueError(
+            f"out_indices {indices} must be at least one {part} of [{-count}, {count}): "
+            f"there are {count} {part}s{detail}."
+        )
+    return [index % count for index in indices]
+
+
+def rates_to_float(model: nn.Module) -> None:
+    """Take the rates of dropout and drop path out of NumPy: ``torch.compile(fullgraph=True)`` refuses its scalars."""
+    for module in model.modules():
+        if isinstance(module, DropPath):
+            module.drop_prob = float(module.drop_prob)
+        elif isinstance(module, nn.Dropout):
+            module.p = float(module.p)

@@ -8,18 +8,65 @@ import torch.nn.functional as F
 from mmpretrain.models.utils import ShiftWindowMSA, WindowMSA
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning, condition_linear
+from mmspectral.models.fused_projection import condition_fused_projection
 from mmspectral.registry import MODELS
 
 
+class WindowAttention:
+    """Forward of attention within windows; put it before a class of mmpretrain with its parameters.
+
+    Logits and softmax stay in float32 in half precision, since conditioned logits
+    reach the hundreds.
+    """
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map the tokens of windows [W, N, D] to [W, N, D].
+
+        Args:
+            x: Windows of one image after those of another.
+            mask: Added to the logits, [windows of one image, N, N], 0 or negative.
+        """
+        q, k, v = self._project(x)
+        attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
+        with torch.autocast(x.device.type, enabled=False):
+            x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
+        return self.proj_drop(self.proj(x))
+
+    def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what the softmax is taken of, [W, h, N, N], with scale, bias and mask; arguments as above."""
+        q, k, _ = self._project(x)
+        return self._logits(q, k, mask)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        W, N, D = x.shape
+        qkv = self.qkv(x).reshape(W, N, 3, self.num_heads, D // self.num_heads)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
+
+    def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            if q.dtype.itemsize < 4:
+                q, k = q.float(), k.float()
+            logits = (q * self.scale) @ k.transpose(-2, -1)  # [W, h, N, N]
+            bias = self._position_bias()
+            if bias is not None:
+                logits = logits + bias.unsqueeze(0)
+            if mask is not None:
+                logits = logits.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)
+                logits = logits.flatten(0, 1)
+            return logits
+
+    def _position_bias(self) -> Tensor | None:
+        """Return what is added to the logits of every window, [h, N, N]."""
+        return None
+
+
 @MODELS.register_module()
-class SpectralWindowMSA(WindowMSA):
+class SpectralWindowMSA(WindowAttention, WindowMSA):
     """Attention within windows, with relative position bias and spectral conditioning of q, k and v.
 
     With ``conditioning=None`` the outputs are bit-equal to mmpretrain's
-    ``WindowMSA`` in float32; in half precision logits and softmax stay in
-    float32, since conditioned logits reach the hundreds. Stock code takes the
-    class as ``ShiftWindowMSA(..., window_msa=SpectralWindowMSA, conditioning=...)``.
+    ``WindowMSA`` in float32. Stock code takes the class as
+    ``ShiftWindowMSA(..., window_msa=SpectralWindowMSA, conditioning=...)``.
 
     Args:
         embed_dims: Channels D.
@@ -46,7 +93,7 @@ class SpectralWindowMSA(WindowMSA):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(embed_dims, window_size, num_heads, qkv_bias, qk_scale, attn_drop, proj_drop, init_cfg)
-        self._condition(conditioning)
+        condition_fused_projection(self, conditioning)
 
     @classmethod
     def from_stock(cls, stock: WindowMSA, conditioning: dict | None) -> "SpectralWindowMSA":
@@ -64,47 +111,8 @@ class SpectralWindowMSA(WindowMSA):
         layer.relative_position_bias_table = stock.relative_position_bias_table
         layer.relative_position_index = stock.relative_position_index
         layer.qkv, layer.proj = stock.qkv, stock.proj
-        layer._condition(conditioning)
+        condition_fused_projection(layer, conditioning)
         return layer.train(stock.training)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map the tokens of windows [W, N, D] to [W, N, D].
-
-        Args:
-            x: Windows of one image after those of another.
-            mask: Added to the logits, [windows of one image, N, N], 0 or negative.
-        """
-        q, k, v = self._project(x)
-        attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
-        with torch.autocast(x.device.type, enabled=False):
-            x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
-        return self.proj_drop(self.proj(x))
-
-    def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what the softmax is taken of, [W, h, N, N], with scale, position bias and mask; arguments as above."""
-        q, k, _ = self._project(x)
-        return self._logits(q, k, mask)
-
-    def _condition(self, conditioning: dict | None) -> None:
-        condition_linear(
-            self, "qkv", build_conditioning(conditioning), ("q", "k", "v"), self.num_heads, row_order="[3][heads][d]"
-        )
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        W, N, D = x.shape
-        qkv = self.qkv(x).reshape(W, N, 3, self.num_heads, D // self.num_heads)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
-
-    def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            if q.dtype.itemsize < 4:
-                q, k = q.float(), k.float()
-            logits = (q * self.scale) @ k.transpose(-2, -1)  # [W, h, N, N]
-            logits = logits + self._position_bias().unsqueeze(0)
-            if mask is not None:
-                logits = logits.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)
-                logits = logits.flatten(0, 1)
-            return logits
 
     def _position_bias(self) -> Tensor:
         N = self.relative_position_index.shape[0]

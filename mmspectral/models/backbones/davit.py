@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
-from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import PatchEmbed
 from mmpretrain.models.backbones.davit import DaViT
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmspectral.models.channel_attention import SpectralChannelAttention
 from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
-from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS
 
 
@@ -88,7 +85,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
                 "before downsampling. Take the outputs before it."
             )
         num_stages = len(self._settings(arch)["depths"])
-        out_indices = _resolve_indices(out_indices, num_stages)
+        out_indices = tuple(sorted(set(resolve_indices(out_indices, num_stages, "stage"))))
         if not -1 <= frozen_stages <= num_stages:
             raise ValueError(
                 f"frozen_stages {frozen_stages} must lie in [-1, {num_stages}]: there are {num_stages} stages."
@@ -125,9 +122,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
                 channel.attn = SpectralChannelAttention.from_stock(channel.attn, channel_conditioning)
             if stage.downsample is not None:
                 stage.downsample = AnySizeDownSample.from_stock(stage.downsample)
-        for module in self.modules():
-            if isinstance(module, DropPath):  # torch.compile(fullgraph=True) refuses NumPy's scalars
-                module.drop_prob = float(module.drop_prob)
+        rates_to_float(self)
         self.probe_length = self.stages[0].blocks[0].spatial_block.attn.window_size ** 2
         self._freeze_stages()
         self.warn_if_saturated()
@@ -148,7 +143,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         outs = []
         for i, stage in enumerate(self.stages):
             for block in stage.blocks:
-                x = self._run(block, x, size)
+                x = self.run_block(block, x, size)
             if i in self.out_indices:
                 outs.append(self._format_output(x, size, getattr(self, f"norm{i}")))
             if stage.downsample is not None:
@@ -185,11 +180,6 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
             before = sum(depths[: int(stage)])
             return before + (int(block) + 1 if kind == "blocks" else depths[int(stage)]), num_depths
         return num_depths - 1, num_depths
-
-    def _run(self, block: nn.Module, x: Tensor, size: tuple[int, int]) -> Tensor:
-        if self.with_cp and torch.is_grad_enabled():
-            return checkpoint(block, x, size, use_reentrant=False)
-        return block(x, size)
 
     def _format_output(self, x: Tensor, size: tuple[int, int], norm: nn.Module) -> Tensor:
         if self.gap_before_final_norm:
@@ -228,11 +218,3 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         if missing:
             raise ValueError(f"the DaViT arch {arch!r} lacks {', '.join(sorted(missing))}.")
         return settings
-
-
-def _resolve_indices(indices: int | Sequence[int], stages: int) -> tuple[int, ...]:
-    indices = [indices] if isinstance(indices, int) else list(indices)
-    resolved = sorted({index + stages if index < 0 else index for index in indices})
-    if not resolved or not 0 <= resolved[0] <= resolved[-1] < stages:
-        raise ValueError(f"out_indices {indices} must lie in [{-stages}, {stages}): there are {stages} stages.")
-    return tuple(resolved)

@@ -3,15 +3,12 @@
 import re
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
-from mmcv.cnn.bricks import DropPath
 from mmpretrain.models.backbones import SwinTransformer
 from mmpretrain.models.utils import resize_pos_embed
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
 from mmspectral.models.window_attention import AnySizeShiftWindowMSA
 from mmspectral.registry import MODELS
 
@@ -74,7 +71,8 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
     ) -> None:
         validate_conditioning(conditioning)
         num_stages = self._num_stages(arch)
-        out_indices = _resolve_indices(out_indices, num_stages)
+        out_indices = resolve_indices(-1 if out_indices is None else out_indices, num_stages, "stage")
+        out_indices = tuple(sorted(set(out_indices)))
         if not -1 <= frozen_stages < num_stages:
             raise ValueError(
                 f"frozen_stages {frozen_stages} must lie in [-1, {num_stages - 1}]: "
@@ -94,9 +92,9 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         self._end_at_stage(out_indices[-1])
         for stage in self.stages:
             for block in stage.blocks:
-                block.with_cp = False  # mmpretrain's is reentrant; ours is in _run
+                block.with_cp = False  # mmpretrain's is reentrant; ours is run_block
                 block.attn = AnySizeShiftWindowMSA.from_stock(block.attn, conditioning)
-        _rates_to_float(self)
+        rates_to_float(self)
         self._freeze_stages()
         self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
         self.warn_if_saturated()
@@ -130,7 +128,7 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         outs = []
         for i, stage in enumerate(self.stages):
             for block in stage.blocks:
-                x = self._run(block, x, hw_shape)
+                x = self.run_block(block, x, hw_shape)
             merged = (x, hw_shape) if stage.downsample is None else stage.downsample(x, hw_shape)
             if i in self.out_indices:
                 out, out_shape = merged if self.out_after_downsample else (x, hw_shape)
@@ -178,11 +176,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         self.depths = self.depths[: last + 1]
         self.num_features = self.num_features[: last + 1]
 
-    def _run(self, block: nn.Module, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        if self.with_cp and torch.is_grad_enabled():
-            return checkpoint(block, x, hw_shape, use_reentrant=False)
-        return block(x, hw_shape)
-
     def _freeze_stages(self) -> None:
         n = self.frozen_stages
         if n < 0:
@@ -224,22 +217,3 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
             state_dict[prefix + name] = grid.flatten(2).squeeze(0).t().to(table.dtype)
             index = name.replace("bias_table", "index")
             state_dict[prefix + index] = self.get_buffer(index)
-
-
-def _rates_to_float(model: nn.Module) -> None:
-    """Take rates out of NumPy: ``torch.compile(fullgraph=True)`` refuses its scalars."""
-    for module in model.modules():
-        if isinstance(module, DropPath):
-            module.drop_prob = float(module.drop_prob)
-        elif isinstance(module, nn.Dropout):
-            module.p = float(module.p)
-
-
-def _resolve_indices(indices: int | Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
-    indices = -1 if indices is None else indices
-    indices = [indices] if isinstance(indices, int) else list(indices)
-    if not indices or any(not -num_stages <= index < num_stages for index in indices):
-        raise ValueError(
-            f"out_indices {indices} must name at least one stage and lie in [{-num_stages}, {num_stages})."
-        )
-    return tuple(sorted({index % num_stages for index in indices}))

@@ -4,16 +4,14 @@ import math
 from collections.abc import Sequence
 
 import torch
-from mmcv.cnn.bricks import DropPath
 from mmengine.logging import print_log
 from mmpretrain.models.backbones import VisionTransformer
 from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmspectral.models.multihead_attention import SpectralMultiheadAttention
 from mmspectral.models.position_embedding import GRID_KEY, find_grid, fit_pos_embed
-from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS
 
 TOKENS = ("cls_token", "dist_token")
@@ -81,7 +79,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         super().__init__(arch, init_cfg=init_cfg or self.scratch_init_cfg, **kwargs)
         if not -1 <= frozen_stages <= self.num_layers:
             raise ValueError(f"frozen_stages must lie in [-1, {self.num_layers}], got {frozen_stages}.")
-        self.out_indices = _resolve_indices(out_indices, self.num_layers)
+        self.out_indices = resolve_indices(out_indices, self.num_layers, "block")
         self.frozen_stages = frozen_stages
         self.with_cp = with_cp
         self.pretrained_grid = None if pretrained_grid is None else tuple(pretrained_grid)
@@ -95,9 +93,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
                 del self.ln1
         for layer in self.layers:
             layer.attn = SpectralMultiheadAttention.from_stock(layer.attn, conditioning)
-        for module in self.modules():
-            if isinstance(module, DropPath):
-                module.drop_prob = float(module.drop_prob)  # torch.compile breaks the graph at numpy's scalars
+        rates_to_float(self)
         self.register_state_dict_post_hook(_write_grid)
         self._register_load_state_dict_pre_hook(self._drop_unused)  # runs after _prepare_pos_embed
         self._freeze_stages()
@@ -132,7 +128,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
 
         outs = []
         for i, layer in enumerate(self.layers):
-            x = self._run(layer, x)
+            x = self.run_block(layer, x)
             if i == len(self.layers) - 1 and self.final_norm:
                 x = self.ln1(x)
             if i in self.out_indices:
@@ -167,11 +163,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
     def _tokens(self) -> list[nn.Parameter]:
         tokens = (getattr(self, name, None) for name in TOKENS)
         return [token for token in tokens if token is not None]
-
-    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if self.with_cp and torch.is_grad_enabled():
-            return checkpoint(layer, x, use_reentrant=False)
-        return layer(x)
 
     def _freeze_stages(self) -> None:
         n = self.frozen_stages
@@ -211,11 +202,3 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
 
 def _write_grid(module: SpectralViT, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     local_metadata[GRID_KEY] = list(module.patch_resolution)
-
-
-def _resolve_indices(indices: int | Sequence[int], depth: int) -> list[int]:
-    indices = [indices] if isinstance(indices, int) else list(indices)
-    resolved = [index + depth if index < 0 else index for index in indices]
-    if not resolved or any(not 0 <= index < depth for index in resolved):
-        raise ValueError(f"out_indices {indices} must be one or more of [{-depth}, {depth}): there are {depth} blocks.")
-    return resolved

@@ -7,11 +7,10 @@ import torch
 from mmpretrain.models.backbones.xcit import XCiT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from mmspectral.models.attention import SpectralXCA, condition_class_attention
 from mmspectral.models.norm import usable_norm_cfg
-from mmspectral.models.sites import ConditionedBackbone, freeze, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, freeze, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS
 
 # Published sizes. Widths, heads and layer scale: facebookresearch/xcit, xcit.py. Drop path: its detection
@@ -149,13 +148,13 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
 
         outs = []
         for i, block in enumerate(self.xca_layers):
-            x = self._run(block, x, Hp, Wp)
+            x = self.run_block(block, x, Hp, Wp)
             if i in self.out_indices:
                 outs.append(self._format_output(x, (Hp, Wp), False))
         if not self.dense:
             x = torch.cat((self.cls_token.expand(B, -1, -1), x), dim=1)  # [B, 1 + N, D]
             for i, block in enumerate(self.ca_layers, start=len(self.xca_layers)):
-                x = self._run(block, x)
+                x = self.run_block(block, x)
                 if i == self.num_layers - 1 and hasattr(self, "norm"):
                     x = self.norm(x)
                 if i in self.out_indices:
@@ -193,11 +192,6 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters that the official code does not decay."""
         return {"cls_token"} & {name for name, _ in self.named_parameters(recurse=False)}
-
-    def _run(self, block: nn.Module, *inputs: Tensor | int) -> Tensor:
-        if self.with_cp and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
-        return block(*inputs)
 
     def _freeze_stages(self) -> None:
         n = self.frozen_stages
@@ -254,12 +248,4 @@ def _resolve_indices(indices: int | Sequence[int] | None, out_type: str, depth: 
             indices = [-1]
         else:
             indices = {12: (3, 5, 7, 11), 24: (7, 11, 15, 23)}.get(depth, (depth - 1,))
-    indices = [indices] if isinstance(indices, int) else list(indices)
-    total = depth + class_blocks
-    resolved = [index + total if index < 0 else index for index in indices]
-    if not resolved or any(not 0 <= index < total for index in resolved):
-        raise ValueError(
-            f"out_indices {indices} must lie in [{-total}, {total}): "
-            f"{depth} blocks and {class_blocks} class-attention blocks."
-        )
-    return resolved
+    return resolve_indices(indices, depth + class_blocks, "block", f", the last {class_blocks} of them class attention")
