@@ -1,5 +1,6 @@
 """A tiny classifier on SpectralXCiT and runs of mmengine's Runner on given batches."""
 
+import itertools
 import json
 import uuid
 from pathlib import Path
@@ -87,7 +88,12 @@ def images():
 
 @pytest.fixture
 def make_runner(tmp_path):
-    """Return a function that builds a Runner for one epoch over the batches, with a checkpoint per iteration."""
+    """Return a function that builds a Runner for one epoch over the batches, with a checkpoint per iteration.
+
+    Each has a work directory of its own: mmengine names the folder of a run's log by the second, and two runs
+    of one second would write to one log.
+    """
+    directories = (tmp_path / f"run_{number}" for number in itertools.count())
 
     def build(model, batches, hooks, optim_wrapper=None, lr=0.05, epochs=1, resume_from=None, **kwargs):
         samples = [dict(inputs=image, labels=index % 2) for batch in batches for index, image in enumerate(batch)]
@@ -95,7 +101,7 @@ def make_runner(tmp_path):
             optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **kwargs)
         return Runner(
             model,
-            str(tmp_path),
+            str(next(directories)),
             train_dataloader=DataLoader(samples, batch_size=2, shuffle=False),
             train_cfg=dict(by_epoch=True, max_epochs=epochs),
             optim_wrapper=optim_wrapper,
