@@ -5,15 +5,15 @@ Interleaved with the plain projection at the same weights; prints the median of 
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmspectral import ops
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from mmspectral.ops import ProjectionLayout
 
 SCALES = (10.0, 10.0, 10.0)
@@ -25,7 +25,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=384, help="D")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=51)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.pairs < 2:
+        parser.error("quartiles need at least 2 pairs.")
+    return args
 
 
 def main() -> None:
@@ -52,28 +55,20 @@ def main() -> None:
         "conditioned_linear": lambda: ops.conditioned_linear(x, weight, bias, SCALES, layout, "full"),
     }
 
-    def step(form: Callable[[], Tensor], low: bool) -> float:
-        start = time.perf_counter()
+    def step(form: Callable[[], Tensor], low: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             y = form()
         y.backward(grad.to(y.dtype))
         x.grad = weight.grad = bias.grad = None
-        return time.perf_counter() - start
 
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, N {args.tokens}, D {D}, {args.pairs} pairs")
     for low in (False, True):
-        for form in forms.values():
-            step(form, low)  # warm-up
-        times = {name: [] for name in forms}
-        for _ in range(args.pairs):
-            for name, form in forms.items():
-                times[name].append(step(form, low))
+        seconds = time_in_turn({name: partial(step, form, low) for name, form in forms.items()}, args.pairs)
         print("bfloat16 autocast" if low else "float32")
-        for name, seconds in times.items():
-            ratios = [a / b for a, b in zip(seconds, times["plain"], strict=True)]
-            low_q, median, high_q = statistics.quantiles(ratios, n=4)
+        for name, times in compare_times(seconds, "plain").items():
             print(
-                f"  {name:24} {1e3 * statistics.median(seconds):7.2f} ms  ratio {median:.3f} ({low_q:.3f}-{high_q:.3f})"
+                f"  {name:24} {1e3 * times.seconds:7.2f} ms  "
+                f"ratio {times.ratio:.3f} ({times.lower:.3f}-{times.upper:.3f})"
             )
 
 

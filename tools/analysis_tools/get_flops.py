@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""Print parameters, FLOPs and activations of a classifier or detector by part, the products inside attention counted.
+
+One FLOP is one multiply-add, as in mmdet's and mmpretrain's figures. The model
+is untrained and the image noise: heads that take proposals cost what those make of it.
+"""
+
+import argparse
+
+from mmengine.logging import MMLogger
+
+from mmspectral.analysis.complexity import Complexity, count_config
+from mmspectral.engine.runner.config import add_config_arguments, host_package, read_config, report_usage_errors
+
+DEFAULT_SHAPES = {"mmpretrain": (224, 224), "mmdet": (800, 1280)}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--shape", type=int, nargs="+", metavar="H W", help="of the image (default: 224 224, of a detector 800 1280)"
+    )
+    args = parser.parse_args()
+    if args.shape and (len(args.shape) > 2 or min(args.shape) < 1):
+        parser.error(f"--shape takes one side of a square or H and W, at least 1, got {args.shape}.")
+    return args
+
+
+def table_row(name: str, cost: Complexity) -> str:
+    counts = (cost.parameters / 1e6, cost.multiply_adds / 1e9, cost.activations / 1e6)
+    return f"| {name} | " + " | ".join(f"{count:.3f}" for count in counts) + " |"
+
+
+@report_usage_errors
+def main() -> None:
+    args = parse_args()
+    MMLogger.get_instance("get_flops", log_level="WARNING")  # a data preprocessor reports its settings
+    cfg = read_config(args.config, args.cfg_options)
+    host = host_package(cfg)
+    shape = (args.shape[0], args.shape[-1]) if args.shape else DEFAULT_SHAPES[host]
+    counted = count_config(cfg, shape)
+    print(f"Input {' x '.join(map(str, counted.input_shape))}, from an image of {shape[0]} x {shape[1]}\n")
+    print("| part | parameters (M) | FLOPs (G multiply-adds) | activations (M) |\n|---|---|---|---|")
+    for name, cost in {**counted.parts, "total": counted.total}.items():
+        print(table_row(name, cost))
+    operators = ", ".join(f"{name} {count / 1e9:.3f}" for name, count in counted.operators.most_common())
+    print(f"\nG multiply-adds by operator: {operators}.")
+    print(f"Counted as 0: {', '.join(sorted(counted.uncounted))}.")
+
+
+if __name__ == "__main__":
+    main()
