@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from mmspectral import ops
 from mmspectral.layers.base import Conditioning, build_conditioning
 from mmspectral.layers.corrections import Correction
 from mmspectral.layers.projections import METADATA_KEY, ConditionedLinear
@@ -98,11 +99,13 @@ def fold(model: nn.Module) -> Sites:
 
     Raises:
         ValueError: ``model`` itself is a conditioned projection; use its
-            ``folded()``. The model is left as it was.
+            ``folded()``. Or weights are sharded. The model is left as it was.
     """
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "folded")}
     if "" in modules:
         raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
+    for parameter in (p for module in modules.values() for p in module.parameters() if p.dim() > 1):
+        ops.require_whole(parameter)
     _warn_of_low_precision(p for module in modules.values() for p in module.parameters())
     sites = {name: _site(module) for name, module in modules.items() if isinstance(module, ConditionedLinear)}
     folded = {name: module.folded() for name, module in modules.items()}

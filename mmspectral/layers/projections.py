@@ -83,10 +83,14 @@ class ConditionedLinear(nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Find a stored C again, from the present W; nothing happens where C is not stored."""
+        """Find a stored C again, from the present W; nothing happens where C is not stored.
+
+        A W that is sharded over ranks by ``fully_shard`` is gathered, for which all of them must call.
+        """
         if not self.conditioning.stored:
             return
-        C = self.conditioning.matrix(self.weight, self.layout)
+        whole = self.weight.full_tensor() if hasattr(self.weight, "full_tensor") else self.weight
+        C = self.conditioning.matrix(whole, self.layout)
         if (self.correction.device, self.correction.dtype) == (self.weight.device, self.weight.dtype):
             self.correction.copy_(C)
         else:

@@ -70,7 +70,9 @@ class SwitchedLinear(nn.Linear):
 
         So a layer can be built on that device and then given the parameters of a stock layer.
         """
-        awaited = name == "weight" and hasattr(self, "targeted") and self.weight.is_meta and not param.is_meta
+        before = self._parameters.get(name)  # none while FullyShardedDataParallel exchanges it
+        awaited = name == "weight" and hasattr(self, "targeted") and before is not None
+        awaited = awaited and before.is_meta and not param.is_meta
         super().register_parameter(name, param)
         if awaited:
             self.make_state()

@@ -18,6 +18,7 @@ from mmspectral.ops.spectral import (
     identity_output,
     merge_projections,
     norm_factors,
+    require_whole,
     singular_values,
     split_projections,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "optimal_quintic",
     "polar_correction",
     "polar_schedule",
+    "require_whole",
     "singular_values",
     "spectral_norm_bound",
     "split_projections",

@@ -75,6 +75,7 @@ def add_identity(
         A new tensor [P * D, E]. The gradient with respect to W is f times that
         with respect to the result, since C is a constant.
     """
+    require_whole(weight)
     if factors is None:
         conditioned = weight.clone(memory_format=torch.contiguous_format)
     else:
@@ -227,6 +228,7 @@ def split_projections(weight: Tensor, layout: ProjectionLayout, scope: str = "fu
         [P, D, E] for scope ``full``, [P, h, d, E] for scope ``head``.
     """
     _check_scope(scope)
+    require_whole(weight)
     (rows, E), P, h = weight.shape, len(layout.roles), layout.num_heads
     d = layout.rows_per_head(rows)
     if layout.row_order == "[heads][3][d]":
@@ -242,6 +244,18 @@ def merge_projections(blocks: Tensor, layout: ProjectionLayout) -> Tensor:
     blocks = blocks.reshape(P, h, -1, blocks.shape[-1])  # [P, h, d, E]
     blocks = blocks.transpose(0, 1) if layout.row_order == "[heads][3][d]" else blocks
     return blocks.reshape(-1, blocks.shape[-1])
+
+
+def require_whole(weight: Tensor) -> None:
+    """Raise ValueError for a weight of which this rank has a part: a DTensor, or flat (FullyShardedDataParallel)."""
+    if hasattr(weight, "full_tensor") or weight.dim() != 2:
+        raise ValueError(
+            f"a weight {list(weight.shape)} is kept in parts by several ranks, and this needs all of it. Do it before "
+            "the model is sharded; or gather the weights, by torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and load them into a model "
+            "that is not. To train a correction with an interval, shard by fully_shard, not by "
+            "FullyShardedDataParallel (mmengine's FSDPStrategy), or take interval=1."
+        )
 
 
 def norm_factors(
