@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from mmspectral.engine.dataset_check import check_before_training
 from mmspectral.engine.runner.config import add_run_arguments, report_usage_errors, run_config
+from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, launch_run, set_resume
 
 
@@ -43,6 +44,7 @@ def main() -> None:
         enable_lr_scaling(cfg)
     if args.resume is not None:
         set_resume(cfg, args.resume)
+    make_fault_tolerant(cfg)
     check_before_training(cfg)
     launch_run(cfg, Runner.train)
 

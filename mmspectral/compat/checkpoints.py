@@ -21,8 +21,11 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 
+from mmspectral.compat.checkpoint_damage import find_damage
+
 FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_ZIP = b"PK\x03\x04"  # how torch, too, tells its files from those of before 1.6
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -85,11 +88,16 @@ def load_from_local(filename: str, map_location: Any = None) -> dict:
         FileNotFoundError: No such file.
         UnsafeCheckpointError: The file holds more than tensors, plain values
             and mmengine's log buffers.
-        DamagedCheckpointError: The file is damaged, or no checkpoint.
+        DamagedCheckpointError: The file is damaged, or no checkpoint. A flipped
+            bit is found in files of torch >= 1.6, which have checksums.
     """
     path = Path(filename).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint {filename}.")
+    with path.open("rb") as file:
+        has_checksums = file.read(len(_ZIP)) == _ZIP
+    if has_checksums and (damage := find_damage(path)):
+        raise DamagedCheckpointError(f"{filename} is damaged: {damage}. Copy or download it again, or take another.")
     allow_mmengine_checkpoints()
     try:
         return torch.load(path, map_location=map_location, weights_only=True)

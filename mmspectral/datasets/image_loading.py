@@ -6,6 +6,7 @@ from pathlib import Path
 import cv2
 import mmcv.transforms
 from mmengine.logging import print_log
+from PIL import Image
 
 from mmspectral.registry import TRANSFORMS
 
@@ -23,7 +24,8 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
     """mmcv's loader, with an error that names the file, and with truncated files found.
 
     OpenCV reads the rows of a JPEG that are there and leaves the others grey,
-    without an error, so a JPEG or PNG file of this machine must have its end mark.
+    without an error, so a JPEG or PNG file of this machine must have its end mark,
+    or be whole to Pillow.
 
     Args:
         skip_unreadable: Whether an image that cannot be read is replaced by another
@@ -46,10 +48,12 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
         """
         path = results["img_path"]
         try:
-            if not self.backend_args and not self.file_client_args:
+            if not self.backend_args and not self.file_client_args and "://" not in str(path):
                 _require_end(path)
             return super().transform(results)
         except (OSError, AssertionError, ValueError, cv2.error) as error:
+            if self.ignore_empty:  # mmcv's own way to skip
+                return None
             reason = f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
             if not self.skip_unreadable:
                 raise UnreadableImageError(
@@ -65,7 +69,7 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
 
 
 def _require_end(path: str) -> None:
-    """Raise OSError if a local file begins like a JPEG or PNG image and does not end like one."""
+    """Raise OSError if a local file begins like a JPEG or PNG image and is cut short."""
     with Path(path).open("rb") as file:
         head = file.read(8)
         ending = next((end for start, end in _ENDINGS.items() if head.startswith(start)), None)
@@ -73,4 +77,7 @@ def _require_end(path: str) -> None:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL))
             if ending not in file.read():
-                raise OSError(f"the file is cut short: its {size} bytes have no end mark")
+                try:
+                    Image.open(file).load()  # slower; such as phones write with a film behind the image are whole
+                except (OSError, SyntaxError) as error:  # the latter for broken PNG chunks
+                    raise OSError(f"the file is cut short: its {size} bytes have no end mark") from error

@@ -1,9 +1,9 @@
 """Read checkpoint files and find the weights in them; write such files in one step."""
 
+import io
 import json
 import os
 import re
-import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from mmengine.logging import print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.compat.checkpoints import FORCE_UNSAFE, load_from_http, load_from_local
 
 # Averaged weights first: they are the ones that were evaluated. mmengine's EMA hook stores the average under
@@ -128,31 +129,19 @@ def write_checkpoint(checkpoint: Mapping, path: Path, force: bool = False) -> No
 
     Raises:
         FileExistsError: The file is there and ``force`` is False.
+        FileWriteError: The disk is full, or the folder cannot be written.
     """
     if path.exists() and not force:
         raise FileExistsError(f"{path} is there already; choose another name or pass --force.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that the last step is a rename.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        if path.suffix == ".safetensors":
-            if "meta" in checkpoint:
-                print_log(
-                    f"{path}: a safetensors file holds tensors and corrections only; `meta` is left out.", "current"
-                )
-            _write_safetensors(next(checkpoint[key] for key in ENTRIES if key in checkpoint), temporary)
-        else:
-            torch.save(checkpoint, temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is private
-        if force:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # unlike a rename this fails if the name was taken meanwhile
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    if path.suffix == ".safetensors":
+        if "meta" in checkpoint:
+            print_log(f"{path}: a safetensors file holds tensors and corrections only; `meta` is left out.", "current")
+        content = _safetensors(next(checkpoint[key] for key in ENTRIES if key in checkpoint))
+    else:
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        content = buffer.getbuffer()
+    write_atomically(content, path, overwrite=force)
 
 
 def _read_safetensors(source: str) -> OrderedDict[str, Tensor]:
@@ -174,12 +163,12 @@ def _read_safetensors(source: str) -> OrderedDict[str, Tensor]:
     return state
 
 
-def _write_safetensors(state: Mapping[str, Tensor], path: str) -> None:
-    from safetensors.torch import save_file
+def _safetensors(state: Mapping[str, Tensor]) -> bytes:
+    from safetensors.torch import save
 
     notes = {name: entry for name, entry in getattr(state, "_metadata", {}).items() if set(entry) - {"version"}}
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}  # it takes no shared ones
-    save_file(tensors, path, metadata={"format": "pt", **({SAFETENSORS_METADATA: json.dumps(notes)} if notes else {})})
+    return save(tensors, metadata={"format": "pt", **({SAFETENSORS_METADATA: json.dumps(notes)} if notes else {})})
 
 
 def _keys(loaded: object) -> str:

@@ -5,7 +5,6 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,23 +12,45 @@ from mmspectral.compat.checkpoint_damage import find_damage
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tests" / "data" / "toy_faults" / "config.py"
-# Events of toy_faults.py: inside an epoch, inside a validation, at three points of a save, after the last epoch.
+# By events of toy_faults.py; see tests/README.md.
+FAULTS = {
+    "step": "kill -9 during a training step | resumed, equal bit for bit",
+    "evaluation": "kill -9 during a validation | resumed, equal bit for bit",
+    "last evaluation": "kill -9 during the validation after the last epoch | resumed, equal bit for bit",
+    "os.chmod": "kill -9 when the writing of a checkpoint begins | resumed, equal bit for bit",
+    "os.rename": "kill -9 when a checkpoint is complete but unnamed | resumed, equal bit for bit",
+    "os.remove": "kill -9 when the oldest checkpoint is about to be deleted | resumed, equal bit for bit",
+    "any time": "kill -9 at a random time | resumed, equal bit for bit",
+    "iterations": "kill -9 of an iteration-based run | resumed; each sample is seen as often as uninterrupted",
+}
 MOMENTS = ["step", "evaluation", "os.chmod", "os.rename", "os.remove"]
 DEATHS = [("step", 2), ("step", 6), *((moment, 1) for moment in MOMENTS[1:]), ("last evaluation", 2)]
 OFF = ["--cfg-options", "fault_tolerance=False"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    sys.path.insert(0, str(CONFIG.parent))
+    yield
+    sys.path.remove(str(CONFIG.parent))
+
+
 @pytest.fixture(scope="module")
 def train():
     """Return a function that trains the toy and returns the exit status and the log."""
-    sys.path.insert(0, str(CONFIG.parent))
     from toy_faults import run_tool
 
-    def run(work_dir, *arguments, **moments):
-        return run_tool("train.py", CONFIG, "--work-dir", work_dir, *arguments, log=work_dir / "output.log", **moments)
+    def run(work_dir, *arguments, config=CONFIG, **moments):
+        return run_tool("train.py", config, "--work-dir", work_dir, *arguments, log=work_dir / "output.log", **moments)
 
-    yield run
-    sys.path.remove(str(CONFIG.parent))
+    return run
+
+
+@pytest.fixture(scope="module")
+def same_run():
+    from same_run import assert_same_run
+
+    return assert_same_run
 
 
 @pytest.fixture(scope="module")
@@ -39,49 +60,6 @@ def straight(train, tmp_path_factory):
     status, log = train(work_dir)
     assert status == 0, log
     return work_dir
-
-
-def state(path):
-    return torch.load(path, weights_only=False, map_location="cpu")
-
-
-def assert_same(a, b, where):
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
-
-
-def assert_same_run(straight, resumed, last="epoch_4.pth"):
-    """Weights, averages, optimizer, schedules, and all losses and metrics of both runs are equal, bit for bit."""
-    a, b = state(straight / last), state(resumed / last)
-    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
-        assert (key in a) == (key in b)
-        if key in a:
-            assert_same(a[key], b[key], key)
-    ours, others = (checkpoint["message_hub"]["log_scalars"] for checkpoint in (a, b))
-    compared = [name for name in ours if "time" not in name]
-    assert "train/loss" in compared and any(name.startswith("val/") for name in compared)
-    for name in compared:
-        np.testing.assert_array_equal(ours[name]._log_history, others[name]._log_history, err_msg=name)
-    assert metrics(straight) == metrics(resumed)
-
-
-def metrics(work_dir):
-    """Return the metrics that the newest run wrote last."""
-    newest = max(work_dir.glob("*/vis_data/scalars.json"), key=lambda file: file.parts)
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
-    last = [row for row in rows if "loss" not in row][-1]
-    return {name: value for name, value in last.items() if "time" not in name}
 
 
 def checkpoints(work_dir):
@@ -99,9 +77,12 @@ def whole(work_dir):
         pytest.param(DEATHS, id="each kind of moment", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, tmp_path, deaths):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    train, straight, same_run, tmp_path, deaths, record_property
+):
     for death in deaths:
         before = whole(tmp_path)
+        record_property("fault", FAULTS[death[0]])
         status, log = train(tmp_path, "--resume", death=death)
         assert status == -9, (death, log)
         assert not before or whole(tmp_path), "there is always a checkpoint that can be loaded"
@@ -110,7 +91,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, t
     assert status == 0, log
     assert "Validating the checkpoint: this was due at iteration 16" in log
     assert "Epoch(train)" not in log, "only the metrics were missing"
-    assert_same_run(straight, tmp_path)
+    same_run(straight, tmp_path, "epoch_4.pth")
     assert checkpoints(tmp_path) == checkpoints(straight), "none was left over or lost"
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -125,14 +106,14 @@ def test_without_it_a_resumed_run_differs(train, tmp_path):
     assert train(resumed, *OFF, death=("step", 10))[0] == -9
     status, log = train(resumed, "--resume", *OFF)
     assert status == 0, log
-    a, b = (state(folder / "epoch_4.pth")["state_dict"] for folder in (straight, resumed))
+    a, b = (torch.load(folder / "epoch_4.pth", weights_only=False)["state_dict"] for folder in (straight, resumed))
     assert not all(torch.equal(a[name], b[name]) for name in a)
     assert "mmspectral.EpochSeedHook" not in (resumed / "config.py").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_twenty_times_at_random(train, straight, tmp_path):
+def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path, record_property):
     """One run after the other is killed until it ends by itself, at moments of which a third is any time."""
     draw = random.Random(0)
     kills, finished, status = 0, 0, None
@@ -145,8 +126,66 @@ def test_killed_twenty_times_at_random(train, straight, tmp_path):
         status, log = train(work_dir, "--resume", **(how if kills < 20 else {}))
         assert status in (0, -9), log
         assert not before or whole(work_dir), how
-        kills += status == -9
+        if status == -9:
+            record_property("fault", FAULTS[moment or "any time"])
+            kills += 1
         if status == 0:
-            assert_same_run(straight, work_dir)
+            same_run(straight, work_dir, "epoch_4.pth")
             assert checkpoints(work_dir) == checkpoints(straight)
             finished += 1
+
+
+@pytest.fixture
+def iterations_config(tmp_path, monkeypatch):
+    """Return a function that writes the toy's config for an iteration-based loop, which notes its samples."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "noting.py").write_text(
+        "import json, pathlib\n"
+        "from mmengine.hooks import Hook\n"
+        "from mmengine.registry import HOOKS\n"
+        "@HOOKS.register_module()\n"
+        "class Noting(Hook):\n"
+        "    def before_train_iter(self, runner, batch_idx, data_batch=None):\n"
+        "        samples = [sample.sample_idx for sample in data_batch['data_samples']]\n"
+        "        with pathlib.Path(runner.work_dir, 'samples.json').open('a') as file:\n"
+        "            print(json.dumps([runner.iter, samples]), file=file)\n"
+    )
+
+    def write(sampler):
+        path = tmp_path / "iterations.py"
+        path.write_text(
+            f"_base_ = {str(CONFIG)!r}\n"
+            "custom_imports = dict(imports=['toy_classification', 'toy_faults', 'noting'])\n"
+            "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=8, val_interval=8)\n"
+            "param_scheduler = dict(_delete_=True, type='ConstantLR', factor=1.0, by_epoch=False)\n"
+            "default_hooks = dict(checkpoint=dict(by_epoch=False, interval=2))\n"
+            f"train_dataloader = dict(sampler=dict(_delete_=True, type={sampler!r}, shuffle=True))\n"
+            "custom_hooks = [dict(type='Noting'), dict(type='Doom')]\n"
+        )
+        return path
+
+    return write
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
+def test_a_killed_iteration_based_run_repeats_no_data(train, iterations_config, tmp_path, record_property, sampler):
+    """Two passes over 16 samples; killed in the sixth iteration, after the checkpoint of the fourth."""
+    config = iterations_config(sampler)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight.mkdir()
+    resumed.mkdir()
+    assert train(straight, config=config)[0] == 0
+    record_property("fault", FAULTS["iterations"])
+    status, log = train(resumed, config=config, death=("step", 6))
+    assert status == -9, log
+    status, log = train(resumed, "--resume", config=config)
+    assert status == 0, log
+
+    seen, again = (
+        [json.loads(line) for line in (folder / "samples.json").read_text().splitlines()]
+        for folder in (straight, resumed)
+    )
+    assert [iteration for iteration, _ in again] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert again[:6] == seen[:6] and again[6:] == seen[4:]
+    assert sorted(sum((samples for _, samples in seen[4:]), [])) == list(range(16)), "the second pass"

@@ -2,26 +2,49 @@
 
 import functools
 import json
+import os
 import random
+import resource
 import sys
+import tempfile
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import worker_init_fn
-from mmengine.registry import init_default_scope
+from mmengine.model import BaseModule
+from mmengine.runner.checkpoint import CheckpointLoader
 from torch.utils.data import DataLoader
 
-from mmspectral.datasets.image_loading import LoadImageFromFile, UnreadableImageError
+from mmspectral.compat.atomic_write import FileWriteError
+from mmspectral.compat.checkpoints import (
+    FORCE_SAFE,
+    FORCE_UNSAFE,
+    DamagedCheckpointError,
+    load_from_local,
+    use_safe_loading,
+)
 from mmspectral.engine.hooks.epoch_seed import seed_worker
 from mmspectral.engine.runner.config import UsageError
-from mmspectral.engine.runner.fault_tolerance import HOOKS, IMAGE_LOADER, make_fault_tolerant, require_writable
+from mmspectral.engine.runner.fault_tolerance import require_writable
+from mmspectral.engine.runner.resume import choose_checkpoint
+from mmspectral.models.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tests" / "data" / "toy_faults" / "config.py"
+# See tests/README.md.
+FAULTS = {
+    "full disk": "disk full while a run saves | error that names the file and the free space, no part of a file left",
+    "full disk, tolerated": "disk full while a run saves, `tolerated_failures` set | counted, logged, training goes on",
+    "full disk, conversion": "disk full in a conversion | error that names file and free space, the old file stays",
+    "architecture": "`--resume` from a checkpoint of another architecture | refused by name, nothing overwritten",
+    "no folder": "file in the place of the work folder | refused by name, nothing overwritten",
+    "read-only": "read-only work folder | refused by name, nothing overwritten",
+    "truncated weights": "truncated checkpoint in `init_cfg` | refused by name, nothing overwritten",
+    "flipped bit": "flipped bit in a checkpoint in `init_cfg` | refused by name, nothing overwritten",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +61,23 @@ def train():
     sys.path.remove(str(CONFIG.parent))
 
 
-@pytest.fixture
-def picture(tmp_path):
-    """Return a function that writes a picture of noise and returns its path."""
-
-    def write(name):
-        path = tmp_path / name
-        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        assert cv2.imwrite(str(path), noise)
-        return path
-
-    return write
-
-
 @pytest.mark.slow
-def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
+def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path, record_property):
     """The first save fails, by option training goes on; then the config changes. A checkpoint has more than 300 kB."""
     work_dir = tmp_path / "run"
+    record_property("fault", FAULTS["full disk"])
     status, log = train(work_dir, largest_file=100_000)
     assert status == 1 and "epoch_1.pth" in log and "could not be written: File too large" in log
     assert not list(work_dir.glob("*.pth")) and not list(work_dir.glob(".*.tmp"))
     option = ["--cfg-options", "fault_tolerance.tolerated_failures=9", "default_hooks.checkpoint.save_best=None"]
+    record_property("fault", FAULTS["full disk, tolerated"])
     status, log = train(work_dir, *option, largest_file=100_000)
     assert status == 1 and log.count("tolerated; training goes on") == 4
     assert "the last 4 saves failed" in log and "accuracy/top1" in log
     assert train(work_dir)[0] == 0
     before = {path: path.read_bytes() for path in work_dir.glob("*.pth")}
     wider = ["--cfg-options", "model.backbone.arch.feedforward_channels=48"]
+    record_property("fault", FAULTS["architecture"])
     status, log = train(work_dir, "--resume", *wider)
     assert status == 2
     last = log.splitlines()[-1]
@@ -72,8 +85,9 @@ def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
     assert before == {path: path.read_bytes() for path in work_dir.glob("*.pth")}
 
 
-def test_a_file_in_the_place_of_the_work_folder(tmp_path):
+def test_a_file_in_the_place_of_the_work_folder(tmp_path, record_property):
     (tmp_path / "work").write_text("mine")
+    record_property("fault", FAULTS["no folder"])
     for folder in (tmp_path / "work", tmp_path / "work" / "below"):
         with pytest.raises(UsageError, match=r"work.* cannot be written.*--work-dir"):
             require_writable(str(folder))
@@ -82,102 +96,68 @@ def test_a_file_in_the_place_of_the_work_folder(tmp_path):
     assert (tmp_path / "new" / "work").is_dir() and not list((tmp_path / "new" / "work").iterdir())
 
 
-@pytest.mark.parametrize("name", ["picture.jpg", "picture.png", "picture.bmp"])
-def test_whole_images_are_read_as_by_mmcv(picture, name):
-    path = picture(name)
-    results = LoadImageFromFile().transform(dict(img_path=str(path)))
-    np.testing.assert_array_equal(results["img"], cv2.imread(str(path)))
-    path.write_bytes(path.read_bytes() + bytes(100))
-    np.testing.assert_array_equal(LoadImageFromFile()(dict(img_path=str(path)))["img"], results["img"])
+def test_a_read_only_work_folder(record_property):
+    """Permissions do not bind root, which becomes somebody else for a moment."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as parent:  # pytest's folders are closed to others
+        os.chmod(parent, 0o755)
+        folder = Path(parent, "work")
+        folder.mkdir(mode=0o555)
+        record_property("fault", FAULTS["read-only"])
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match=r"work cannot be written: Permission denied.*--work-dir"):
+                require_writable(str(folder))
+        finally:
+            os.seteuid(user)
+        assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "reason"),
-    [
-        ("picture.jpg", 2000, "cut short: its 2000 bytes have no end mark"),
-        ("picture.png", 2000, "cut short"),
-        ("picture.jpg", 0, "cannot be read"),
-        ("picture.bmp", 30, "cannot be read"),
-        ("picture.jpg", None, "No such file"),
-    ],
-)
-def test_unreadable_images_are_named(picture, name, size, reason):
-    path = picture(name)
-    if size is None:
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(UnreadableImageError, match=rf"{name}.*{reason}.*skip_unreadable=True"):
-        LoadImageFromFile().transform(dict(img_path=str(path)))
+def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(tmp_path, record_property):
+    path = tmp_path / "weights.pth"
+    path.write_bytes(b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    record_property("fault", FAULTS["full disk, conversion"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(FileWriteError, match=r"weights.pth .* could not be written.*MiB free.*is as it was"):
+            write_checkpoint(dict(state_dict=dict(weight=torch.ones(1000))), path, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(FileExistsError):
+        write_checkpoint(dict(state_dict={}), path)
 
 
-def test_opencv_reads_a_truncated_jpeg_without_an_error(picture):
-    """The reason for looking at the end of the file."""
-    path = picture("picture.jpg")
-    expected = cv2.imread(str(path))
-    path.write_bytes(path.read_bytes()[:2000])
-    assert cv2.imread(str(path)).shape == expected.shape
-    assert not np.array_equal(cv2.imread(str(path)), expected)
+@pytest.mark.parametrize("fault", ["truncated weights", "flipped bit"])
+def test_damaged_weights_are_named(tmp_path, monkeypatch, record_property, fault):
+    """Also those of a model that is not ours."""
+    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    for name in (FORCE_SAFE, FORCE_UNSAFE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    use_safe_loading()
+    path = tmp_path / "weights.pth"
+    torch.save(dict(state_dict=torch.nn.Linear(64, 64).state_dict()), path)
+    load_from_local(str(path))
+    content = bytearray(path.read_bytes())
+    if fault == "flipped bit":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content[: -1 if fault == "truncated weights" else None])
+    record_property("fault", FAULTS[fault])
+    model = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(path)))
+    for load in (model.init_weights, functools.partial(load_from_local, str(path))):
+        with pytest.raises(DamagedCheckpointError, match=r"weights.pth is damaged: its .*Copy or download it again"):
+            load()
 
 
-def test_unreadable_images_are_skipped_and_counted(picture):
-    """In a data set, another image takes their place."""
-    from mmpretrain.datasets import CustomDataset
-
-    good = picture("good.png")
-    for name in ("first.jpg", "second.jpg"):
-        path = picture(name)
-        path.write_bytes(path.read_bytes()[:2000])
-    annotations = good.with_name("annotations.txt")
-    annotations.write_text("first.jpg 0\ngood.png 1\nsecond.jpg 0\n")
-    init_default_scope("mmpretrain")
-    pipeline = [dict(type=IMAGE_LOADER, skip_unreadable=True), dict(type="PackInputs")]
-    data = CustomDataset(ann_file=str(annotations), data_prefix=str(good.parent), pipeline=pipeline)
-    loader = data.pipeline.transforms[0]
-    assert [int(data[index]["data_samples"].gt_label) for index in range(3)] == [1, 1, 1]
-    assert loader.skipped >= 2
-
-
-def test_default_parts_and_their_switches():
-    pipeline = [dict(type="LoadImageFromFile", backend_args=None), dict(type="Resize")]
-    data = dict(type="RepeatDataset", dataset=dict(type="CocoDataset", pipeline=pipeline))
-    settings = dict(
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=3), logger=dict(type="LoggerHook")),
-        custom_hooks=[dict(type="EMAHook"), dict(type="mmspectral.EpochSeedHook")],
-        train_dataloader=dict(persistent_workers=True, dataset=data),
-        val_dataloader=dict(persistent_workers=True, dataset=dict(pipeline=pipeline)),
-    )
-    cfg = Config(settings)
-    make_fault_tolerant(cfg)
-    assert cfg.default_hooks.checkpoint == dict(type="mmspectral.CheckpointHook", interval=3)
-    assert cfg.default_hooks.logger == dict(type="LoggerHook")
-    assert [hook.type for hook in cfg.custom_hooks] == ["EMAHook", "mmspectral.EpochSeedHook", HOOKS[0], HOOKS[2]]
-    assert cfg.train_dataloader.persistent_workers is False and cfg.val_dataloader.persistent_workers is True
-    assert cfg.train_dataloader.dataset.dataset.pipeline[0] == dict(type=IMAGE_LOADER, backend_args=None)
-    assert cfg.val_dataloader == settings["val_dataloader"]
-    once = cfg.to_dict()
-    make_fault_tolerant(cfg)
-    assert cfg.to_dict() == once == Config.fromstring(cfg.pretty_text, ".py").to_dict()
-
-    off = Config(dict(settings, fault_tolerance=False))
-    make_fault_tolerant(off)
-    assert off.to_dict() == dict(settings, fault_tolerance=False)
-
-    tuned = Config(dict(settings, fault_tolerance=dict(tolerated_failures=2, skip_unreadable=True)))
-    make_fault_tolerant(tuned)
-    assert tuned.default_hooks.checkpoint.tolerated_failures == 2
-    assert tuned.train_dataloader.dataset.dataset.pipeline[0].skip_unreadable is True
-
-    own = dict(default_hooks=dict(checkpoint=dict(type="mmengine.CheckpointHook")))
-    kept = Config(own)
-    make_fault_tolerant(kept)
-    assert kept.default_hooks == own["default_hooks"]
-    bare = Config(dict())
-    make_fault_tolerant(bare)
-    assert bare.default_hooks.checkpoint == dict(type="mmspectral.CheckpointHook")
-    for wrong in (dict(tolerated=1), "yes"):
-        with pytest.raises(UsageError, match="fault_tolerance"):
-            make_fault_tolerant(Config(dict(fault_tolerance=wrong)))
+def test_the_folder_of_a_sharded_checkpoint_is_resumed_as_it_is(tmp_path):
+    """FlexibleRunner's strategies write such; only they can read them."""
+    (tmp_path / "epoch_2.pth").mkdir()
+    torch.save({}, tmp_path / "epoch_1.pth")
+    cfg = Config(dict(work_dir=str(tmp_path), resume=True))
+    assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "epoch_2.pth")
 
 
 class Draws(torch.utils.data.Dataset):

@@ -5,6 +5,7 @@ from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
 from mmspectral.engine.hooks.conditioning_hook import ConditioningHook
 from mmspectral.engine.hooks.correction_refresh import CorrectionRefreshHook
 from mmspectral.engine.hooks.due_validation import DueValidationHook
+from mmspectral.engine.hooks.early_stopping import EarlyStoppingHook
 from mmspectral.engine.hooks.epoch_seed import EpochSeedHook
 from mmspectral.engine.hooks.non_finite_guard import NonFiniteGuardHook
 from mmspectral.engine.hooks.resume_check import ResumeCheckHook
@@ -15,6 +16,7 @@ __all__ = [
     "ConditioningHook",
     "CorrectionRefreshHook",
     "DueValidationHook",
+    "EarlyStoppingHook",
     "EpochSeedHook",
     "NonFiniteGuardHook",
     "ResumeCheckHook",

@@ -12,7 +12,7 @@ from mmengine.runner import Runner
 
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group, replace_sync_norm, use_cpu_wrapper
-from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant, require_writable
+from mmspectral.engine.runner.fault_tolerance import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 
 _AMP_ONLY = ("loss_scale", "dtype", "use_fsdp")
@@ -116,10 +116,8 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
 
     Args:
         cfg: Config of the run, with ``launcher`` and ``work_dir``; it is adapted
-            by :func:`mmspectral.engine.runner.resume.choose_checkpoint`,
-            :func:`prepare_cfg_for_device` and
-            :func:`mmspectral.engine.runner.fault_tolerance.make_fault_tolerant`,
-            the last where the config has ``fault_tolerance``.
+            by :func:`mmspectral.engine.runner.resume.choose_checkpoint` and
+            :func:`prepare_cfg_for_device`.
         run: What to do, such as ``Runner.train``.
 
     Returns:
@@ -131,8 +129,6 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
     """
     require_writable(cfg.work_dir)
     notes = choose_checkpoint(cfg) + prepare_cfg_for_device(cfg)
-    if cfg.get("fault_tolerance", False) is not False:
-        make_fault_tolerant(cfg)
     if cfg.launcher != "none" and get_device() == "cpu":
         init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
     try:

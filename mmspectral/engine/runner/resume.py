@@ -39,7 +39,8 @@ def choose_checkpoint(cfg: Config) -> list[str]:
     candidates = _checkpoints(cfg) if source is None else [Path(source).expanduser()]
     passed_over = []
     for path in candidates:
-        defect = _damage(path) or _defect(path, cfg)
+        # The folder of a sharded model is read by the strategy that wrote it.
+        defect = None if path.is_dir() else _damage(path) or _defect(path, cfg)
         if defect is None:
             cfg.load_from = str(path)
             return passed_over

@@ -2,7 +2,6 @@
 
 custom_imports = dict(imports=["toy_classification", "toy_faults"])
 default_scope = "mmpretrain"
-fault_tolerance = dict()
 
 model = dict(
     type="ImageClassifier",

@@ -1,0 +1,57 @@
+"""A Mask R-CNN that is killed and resumed ends like one that was not, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "toy_faults"
+# See tests/README.md.
+FAULTS = {
+    "os.rename": "kill -9 of a Mask R-CNN when a checkpoint is complete but unnamed | resumed, equal bit for bit",
+    "evaluation": "kill -9 of a Mask R-CNN during a validation | resumed, equal bit for bit",
+    "step": "kill -9 of a Mask R-CNN during a training step | resumed, equal bit for bit",
+}
+EPOCHS = 3
+
+
+@pytest.fixture
+def config(quickstart_config, tmp_path):
+    path = tmp_path / "killed.py"
+    path.write_text(
+        f"_base_ = {str(quickstart_config)!r}\n"
+        "custom_imports = dict(imports=['toy_faults'])\n"
+        "custom_hooks = [dict(type='mmengine.Doom')]\n"
+        "default_hooks = dict(logger=dict(interval=1))\n"
+        "randomness = dict(deterministic=True)\n"
+    )
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(
+    config, tiny_options, tmp_path, monkeypatch, record_property
+):
+    """Killed in the first save, in the first validation, and in the last epoch."""
+    monkeypatch.syspath_prepend(DATA)
+    from same_run import assert_same_run
+    from toy_faults import run_tool
+
+    options = ["--cfg-options", *tiny_options, f"train_cfg.max_epochs={EPOCHS}", "train_dataloader.num_workers=1"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+
+    def train(folder, *arguments, death=(None, 0)):
+        folder.mkdir(exist_ok=True)
+        arguments = [config, "--work-dir", folder, *arguments, *options]
+        return run_tool("train.py", *arguments, log=folder / "output.log", death=death, seconds=900)
+
+    status, log = train(straight)
+    assert status == 0, log
+    for death, saved in ((("os.rename", 1), []), (("evaluation", 1), [1]), (("step", 5), [1, 2])):
+        record_property("fault", FAULTS[death[0]])
+        status, log = train(resumed, "--resume", death=death)
+        assert status == -9, log
+        assert sorted(path.name for path in resumed.glob("*.pth")) == [f"epoch_{number}.pth" for number in saved]
+    status, log = train(resumed, "--resume")
+    assert status == 0, log
+    assert_same_run(straight, resumed, f"epoch_{EPOCHS}.pth")
