@@ -1,5 +1,6 @@
 """Floor 2: ``nn.Module``s and what acts on them; needs torch and no OpenMMLab."""
 
+from mmspectral.layers.attention_kernels import build_kernel
 from mmspectral.layers.base import Conditioning, build_conditioning, register_conditioning
 from mmspectral.layers.conditioning import (
     Sites,
@@ -13,8 +14,10 @@ from mmspectral.layers.conditioning import (
     unfold,
 )
 from mmspectral.layers.corrections import Correction, IdentityCorrection
+from mmspectral.layers.dark import DarkAttention
 from mmspectral.layers.derived import DerivedCorrection, PolarCorrection, SVDCorrection
 from mmspectral.layers.projections import METADATA_KEY, ConditionedLinear
+from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.layers.switches import OrthogonalInit, QKNorm, SigmaReparam, SpectralNorm, SwitchedLinear
 
@@ -23,11 +26,13 @@ __all__ = [
     "ConditionedLinear",
     "Conditioning",
     "Correction",
+    "DarkAttention",
     "DerivedCorrection",
     "IdentityCorrection",
     "OrthogonalInit",
     "PolarCorrection",
     "QKNorm",
+    "RandomFeatureKernel",
     "SVDCorrection",
     "Saturation",
     "SigmaReparam",
@@ -36,6 +41,7 @@ __all__ = [
     "SwitchedLinear",
     "attention_layers",
     "build_conditioning",
+    "build_kernel",
     "condition_linear",
     "conditioned_projections",
     "fold",
@@ -45,6 +51,7 @@ __all__ = [
     "register_conditioning",
     "replaced_projections",
     "saturation",
+    "share_geometry",
     "stored_corrections",
     "unfold",
 ]

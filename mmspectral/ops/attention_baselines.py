@@ -34,7 +34,7 @@ def softmax_attention(
     if mask is not None and causal:  # torch takes one of the two
         allowed = allowed & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return F.scaled_dot_product_attention(
-        q, k, v, allowed, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, allowed, is_causal=causal and mask is None, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
     )
 
 

@@ -1,7 +1,18 @@
+from mmspectral.models.backbones.dark_swin import DarkSwin
+from mmspectral.models.backbones.dark_vit import DarkDeiT, DarkViT
 from mmspectral.models.backbones.davit import SpectralDaViT
 from mmspectral.models.backbones.deit import SpectralDeiT
 from mmspectral.models.backbones.swin import SpectralSwin
 from mmspectral.models.backbones.vit import SpectralViT
 from mmspectral.models.backbones.xcit import SpectralXCiT
 
-__all__ = ["SpectralDaViT", "SpectralDeiT", "SpectralSwin", "SpectralViT", "SpectralXCiT"]
+__all__ = [
+    "DarkDeiT",
+    "DarkSwin",
+    "DarkViT",
+    "SpectralDaViT",
+    "SpectralDeiT",
+    "SpectralSwin",
+    "SpectralViT",
+    "SpectralXCiT",
+]

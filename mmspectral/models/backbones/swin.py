@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from mmpretrain.models.backbones import SwinTransformer
+from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor
 
@@ -90,13 +91,12 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         )
         self.with_cp = with_cp
         self._end_at_stage(out_indices[-1])
-        for stage in self.stages:
-            for block in stage.blocks:
-                block.with_cp = False  # mmpretrain's is reentrant; ours is run_block
-                block.attn = AnySizeShiftWindowMSA.from_stock(block.attn, conditioning)
+        self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
+        for i, block in enumerate(block for stage in self.stages for block in stage.blocks):
+            block.with_cp = False  # mmpretrain's is reentrant; ours is run_block
+            self._replace_attention(block, conditioning, i)
         rates_to_float(self)
         self._freeze_stages()
-        self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
         self.warn_if_saturated()
 
     @property
@@ -156,6 +156,9 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that weight decay should leave alone, as timm and Microsoft's code do."""
         return {name for name, _ in self.named_parameters() if name.endswith(NO_WEIGHT_DECAY)}
+
+    def _replace_attention(self, block: SwinBlock, conditioning: dict | None, index: int) -> None:
+        block.attn = AnySizeShiftWindowMSA.from_stock(block.attn, conditioning)
 
     @classmethod
     def _num_stages(cls, arch: str | dict) -> int:

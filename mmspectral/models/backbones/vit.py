@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from mmengine.logging import print_log
 from mmpretrain.models.backbones import VisionTransformer
-from mmpretrain.models.utils import resize_pos_embed
+from mmpretrain.models.utils import MultiheadAttention, resize_pos_embed
 from torch import Tensor, nn
 
 from mmspectral.models.multihead_attention import SpectralMultiheadAttention
@@ -91,8 +91,8 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
             if self.final_norm:
                 self.final_norm = False
                 del self.ln1
-        for layer in self.layers:
-            layer.attn = SpectralMultiheadAttention.from_stock(layer.attn, conditioning)
+        for i, layer in enumerate(self.layers):
+            layer.attn = self._make_attention(layer.attn, conditioning, i)
         rates_to_float(self)
         self.register_state_dict_post_hook(_write_grid)
         self._register_load_state_dict_pre_hook(self._drop_unused)  # runs after _prepare_pos_embed
@@ -159,6 +159,11 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters that the published recipes do not decay."""
         return {"pos_embed", *TOKENS} & {name for name, _ in self.named_parameters(recurse=False)}
+
+    def _make_attention(
+        self, stock: MultiheadAttention, conditioning: dict | None, index: int
+    ) -> SpectralMultiheadAttention:
+        return SpectralMultiheadAttention.from_stock(stock, conditioning)
 
     def _tokens(self) -> list[nn.Parameter]:
         tokens = (getattr(self, name, None) for name in TOKENS)

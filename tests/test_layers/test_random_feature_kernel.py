@@ -1,0 +1,289 @@
+"""Kernels of attention: what they compute, when their features are drawn, and what calibration may set."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from mmspectral.layers import RandomFeatureKernel, build_kernel, share_geometry
+from mmspectral.layers.attention_kernels import SoftmaxKernel
+from mmspectral.ops.linear_attention import linear_attention
+from mmspectral.ops.random_features import Proposal, draw_projection, fold_features, sharp_proposal
+
+H, D, M = 4, 8, 16
+TYPES = dict(
+    dark=dict(type="dark", num_features=M),
+    dark_layer=dict(type="mmspectral.dark", num_features=M, sharing="layer", rank=3, orthogonal=False),
+    dark_sharp=dict(type="dark", num_features=M, proposal="sharp", shift="learned", _scope_="mmspectral"),
+    performer=dict(type="performer", num_features=M, shift="fixed"),
+    temperature=dict(type="temperature", num_features=M),
+    learned=dict(type="learned", num_features=M),
+    constant=dict(type="constant", num_features=M),
+    uniform=dict(type="uniform"),
+    softmax=dict(type="softmax"),
+)
+ALL = pytest.mark.parametrize("name", TYPES)
+RANDOM = [name for name in TYPES if name not in ("uniform", "softmax")]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def build(name="dark", heads=H, **kwargs):
+    kernel = build_kernel(TYPES[name] | kwargs, heads, D, layer=2)
+    for parameter in kernel.parameters():  # away from the identity, where mix-ups do not show
+        nn.init.normal_(parameter, std=0.3) if parameter.dim() < 3 else parameter.data.mul_(0.8)
+    return kernel
+
+
+def tokens(N=9, heads=H, key_heads=H, size=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(N)
+    q, k, v = (torch.randn(2, h, N, D, generator=generator) * size for h in (heads, key_heads, key_heads))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@ALL
+@pytest.mark.parametrize("N", [1, 7, 33])
+def test_every_kernel_is_the_softmax_of_its_logits(name, N):
+    kernel, (q, k, v) = build(name), tokens(N)
+    logits = kernel.logits(q, k)
+    assert logits.shape == (2, H, N, N)
+    torch.testing.assert_close(kernel(q, k, v), logits.softmax(-1) @ v, rtol=2e-4, atol=2e-5)
+    hidden = torch.ones(N, N).triu(1).bool()
+    causal = logits.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(kernel(q, k, v, causal=True), causal, rtol=2e-4, atol=2e-5)
+
+
+@ALL
+def test_constant_values_come_back_and_hidden_keys_do_not_count(name):
+    kernel, (q, k, v) = build(name), tokens(12)
+    mask = torch.arange(12).expand(2, 12) < torch.tensor([[12], [7]])
+    for causal in (False, True):
+        constant = kernel(q, k, torch.full_like(v, 0.7), mask, causal)
+        torch.testing.assert_close(constant, torch.full_like(v, 0.7), rtol=0, atol=1e-5)
+    alone = kernel(q[1:], k[1:, :, :7], v[1:, :, :7])
+    torch.testing.assert_close(kernel(q, k, v, mask)[1:], alone, rtol=1e-4, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("own_heads", [2, 4])
+def test_query_heads_share_keys(name, own_heads):
+    """With M for each key head, and for each query head."""
+    kernel, (q, k, v) = build(name, heads=own_heads), tokens(heads=4, key_heads=2)
+    out = kernel(q, k, v)
+    repeated = v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, kernel.logits(q, k).softmax(-1) @ repeated, rtol=2e-4, atol=2e-5)
+    changed = k.clone()
+    changed[:, 1] = changed[:, 1].roll(1, -1)
+    different = (kernel(q, changed, v) - out).abs().amax((0, 2, 3)) > 1e-6
+    assert different.tolist() == [False, False] + [name not in ("constant", "uniform")] * 2
+
+
+def test_the_baselines_ignore_the_content():
+    q, k, v = tokens()
+    for name in ("constant", "uniform"):
+        kernel = build(name)
+        assert torch.equal(kernel(q, k, v), kernel(3 * k, q, v))
+    torch.testing.assert_close(build("uniform")(q, k, v)[:, :, 0], v.mean(2))
+    kernel = build("constant")
+    first, state = kernel(q, k, v), copy.deepcopy(kernel.state_dict())
+    assert not torch.allclose(first, build("uniform")(q, k, v), atol=0.1)
+    kernel(*tokens(2000))
+    assert torch.equal(kernel(q, k, v), first)
+    assert {n: b.shape for n, b in kernel.named_buffers()} == {n: t.shape for n, t in state.items()}
+
+
+@pytest.mark.parametrize("name", ["dark", "performer", "temperature", "dark_sharp"])
+def test_features_without_end_are_softmax(name):
+    q, k, v = tokens(size=0.5)
+    exact = SoftmaxKernel(H, D)(q, k, v)
+    errors = []
+    for m in (16, 256, 4096, 32768):
+        kernel = build_kernel(TYPES[name] | dict(num_features=m), H, D)
+        if name == "dark_sharp":
+            z = D**-0.25 * (q + k - k.mean(2, keepdim=True)).transpose(0, 1).flatten(1, 2)  # [h, B * N, d]
+            kernel.set_geometry(proposal=sharp_proposal(z.mT @ z / z.shape[1]), shift=k.mean((0, 2)))
+        errors.append(((kernel(q, k, v) - exact).norm() / exact.norm()).item())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.02 < 0.1 < errors[0]
+
+
+@ALL
+def test_every_parameter_gets_a_gradient(name):
+    kernel, inputs = build(name), [t.requires_grad_() for t in tokens()]
+    kernel(*inputs).square().sum().backward()
+    assert [n for n, p in kernel.named_parameters() if p.grad is None or not p.grad.any()] == []
+    ignored = name in ("constant", "uniform")
+    assert [t.grad is not None and t.grad.any().item() for t in inputs] == [not ignored, not ignored, True]
+
+
+def test_draws_depend_on_seed_layer_and_redraws_alone():
+    def draw(seed=0, layer=2, counter=0):
+        torch.manual_seed(draw.calls)
+        draw.calls += 1
+        kernel = build_kernel(TYPES["dark"] | dict(seed=seed), H, D, layer)
+        before = torch.get_rng_state()
+        if counter:
+            kernel.redraw(counter)
+        kernel(*tokens())
+        assert torch.equal(before, torch.get_rng_state())
+        return kernel.w.clone()
+
+    draw.calls = 0
+    settings = [{}, dict(seed=1), dict(layer=3), dict(counter=1), dict(counter=2), dict(seed=1, layer=3, counter=2)]
+    draws = [draw(**kwargs) for kwargs in settings]
+    assert all(torch.equal(w, draw(**kwargs)) for w, kwargs in zip(draws, settings, strict=True))
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+    assert torch.equal(draws[3], draw_projection(M, D, 0, 2, 1))
+
+
+def test_redraws_happen_in_place():
+    """users.md D2: DistributedDataParallel would go on with the buffers it knows."""
+    kernel = build("dark_sharp")
+    before, pointers = kernel.w.clone(), {n: (id(b), b.data_ptr()) for n, b in kernel.named_buffers()}
+    kernel.redraw(3)
+    kernel.set_geometry(torch.eye(D)[None], Proposal(torch.eye(D)[None], torch.full((1, D), 1.5)))
+    assert {n: (id(b), b.data_ptr()) for n, b in kernel.named_buffers()} == pointers
+    assert kernel.redraws == 3 and not torch.equal(kernel.w, before)
+    kernel.redraw(0)
+    assert torch.equal(kernel.w, before)
+
+
+def test_trained_features_are_never_drawn_again():
+    kernel = build("learned")
+    before = kernel.w.clone()
+    kernel.redraw(1)
+    assert not kernel.draws and torch.equal(kernel.w, before) and "redraws" not in kernel.state_dict()
+    assert build("dark").draws
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_draws_stay_exact_when_the_model_is_cast(name, dtype):
+    kernel = build(name)
+    buffers = {n: b.clone() for n, b in kernel.named_buffers()}
+    pointer = kernel.w.data_ptr()
+    q, k, v = tokens(dtype=dtype)
+    exact = copy.deepcopy(kernel)(q.float(), k.float(), v.float())
+    kernel.to(dtype)
+    assert all(torch.equal(b, buffers[n]) and b.dtype == buffers[n].dtype for n, b in kernel.named_buffers())
+    assert kernel.w.data_ptr() == pointer or name == "learned"
+    assert {p.dtype for p in kernel.parameters()} <= {dtype}
+    out = kernel(q, k, v)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)  # parameters were rounded
+    assert kernel.double().w.dtype == torch.float64
+    kernel(q.double(), k.double(), v.double())
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+def test_large_queries_and_keys_in_half_precision(name, dtype, size):
+    """users.md C1: as exact as the rounding of inputs and output, forward and backward."""
+    inputs = [t.requires_grad_() for t in tokens(dtype=dtype)]
+    kernel = build(name)
+    out = kernel(size * inputs[0], size * inputs[1], inputs[2])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kernel(size * inputs[0], size * inputs[1], inputs[2]), out)
+    exact = kernel((size * inputs[0]).float(), (size * inputs[1]).float(), inputs[2].float())
+    torch.testing.assert_close(out.float(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    out.float().square().sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in (inputs[2], *kernel.parameters()))
+
+
+def test_geometry_that_is_set_is_what_is_computed():
+    kernel, (q, k, v) = build("dark_sharp"), tokens()
+    geometry, shift = 0.5 * torch.randn(H, D, D), torch.randn(H, D)
+    proposal = Proposal(torch.linalg.qr(torch.randn(H, D, D)).Q, 0.8 + torch.rand(H, D))
+    kernel.set_geometry(geometry, proposal, shift)
+    expected = linear_attention(q, k, v, fold_features(kernel.w, geometry, D, None, shift, proposal))
+    torch.testing.assert_close(kernel(q, k, v), expected)
+    before = copy.deepcopy(kernel.state_dict())
+    kernel.set_geometry(shift=torch.zeros(1, D))
+    changed = {n for n, t in kernel.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed == {"shift"} and not kernel.shift.any()
+    temperature = build("temperature")
+    temperature.set_geometry(M=torch.tensor([0.5, 1.0, 2.0, 0.0]))
+    scaled = fold_features(temperature.w, temperature.M[:, None, None] * torch.eye(D), D)
+    torch.testing.assert_close(temperature(q, k, v), linear_attention(q, k, v, scaled))
+
+
+def test_the_geometry_starts_at_the_identity_or_at_orthogonal_rows():
+    assert torch.equal(RandomFeatureKernel(H, D).M, torch.eye(D).repeat(H, 1, 1))
+    M = RandomFeatureKernel(H, D, rank=2).M
+    torch.testing.assert_close(M @ M.mT, 4 * torch.eye(2).repeat(H, 1, 1))
+    assert RandomFeatureKernel(H, 64).num_features == 266 and RandomFeatureKernel(H, 1).num_features == 1
+
+
+def test_sharing():
+    assert [build("dark", sharing=s).M.shape[0] for s in ("head", "layer", "model")] == [H, 1, 1]
+    model = nn.ModuleList([build_kernel(dict(type="dark", sharing="model"), h, D, layer=h) for h in (2, 4)])
+    model.append(build("dark"))
+    share_geometry(model)
+    assert model[0].M is model[1].M is not model[2].M and not torch.equal(model[0].w, model[1].w)
+    assert len(list(model.parameters())) == 2
+    copied = copy.deepcopy(model)
+    assert copied[0].M is copied[1].M is not model[0].M
+    other = nn.ModuleList([build_kernel(dict(type="dark", sharing="model"), H, d) for d in (D, 2 * D)])
+    with pytest.raises(ValueError, match=r"one shape of M .*\(1, 8, 8\) and \(1, 16, 16\).*use 'layer'"):
+        share_geometry(other)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_saving_copying_and_pickling(name):
+    kernel, inputs = build(name), tokens()
+    if kernel.draws:
+        kernel.redraw(5)
+    out = kernel(*inputs)
+    stream = io.BytesIO()
+    torch.save(kernel.state_dict(), stream)
+    stream.seek(0)
+    fresh = build_kernel(TYPES[name], H, D)  # another layer, drawn otherwise
+    fresh.load_state_dict(torch.load(stream, weights_only=True), strict=True)
+    if name != "constant":  # its codes depend on the layer
+        assert torch.equal(fresh(*inputs), out)
+    for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        assert torch.equal(twin(*inputs), out) and twin.w.data_ptr() != kernel.w.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "match"),
+    [
+        ("dark", TypeError, "kernel must be None or a dict with a string 'type', got 'dark'"),
+        (dict(num_features=8), TypeError, "a string 'type'"),
+        (dict(type="drak"), KeyError, "unknown kernel type 'drak'; known: dark, performer"),
+        (dict(type="performer", rank=2), TypeError, "performer has no argument 'rank'; it takes .*_delete_"),
+        (dict(type="softmax", seed=1), TypeError, "softmax has no argument 'seed'; it takes none"),
+        (dict(type="dark", num_features=0), ValueError, "num_features must be a positive integer, got 0"),
+        (dict(type="dark", num_features=2.5), ValueError, "num_features must be a positive integer, got 2.5"),
+        (dict(type="dark", rank=9), ValueError, r"rank must be an integer in \[1, 8\], the width of a head, got 9"),
+        (dict(type="dark", sharing="heads"), ValueError, "sharing must be one of 'head', 'layer', 'model', got 'heads"),
+        (dict(type="dark", proposal="best"), ValueError, "proposal must be one of None, 'sharp', 'theorem_3_2'"),
+        (dict(type="dark", shift=True), ValueError, "shift must be one of None, 'fixed', 'learned', got True"),
+    ],
+)
+def test_errors_of_settings(cfg, error, match):
+    with pytest.raises(error, match=match):
+        build_kernel(cfg, H, D)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "match"),
+    [
+        ("performer", dict(M=torch.eye(D)[None]), "this kernel has no M; set geometry"),
+        ("dark", dict(shift=torch.zeros(1, D)), "this kernel has no shift"),
+        ("dark", dict(proposal=Proposal(torch.eye(D)[None], torch.ones(1, D))), "no proposal_basis"),
+        ("dark", dict(M=torch.eye(D)), r"M of shape \(8, 8\) does not fit \(4, 8, 8\)"),
+        ("dark_layer", dict(M=torch.ones(H, 3, D)), r"M of shape \(4, 3, 8\) does not fit \(1, 3, 8\)"),
+        ("dark_sharp", dict(shift=torch.zeros(3, D)), r"shift of shape \(3, 8\) does not fit \(4, 8\)"),
+    ],
+)
+def test_errors_of_geometry(name, parts, match):
+    with pytest.raises(ValueError, match=match):
+        build(name).set_geometry(**parts)
