@@ -1,0 +1,88 @@
+"""Calibrate the attention over random features of a checkpoint, and write it as one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.registry import MODELS, DefaultScope
+from mmengine.runner import Runner
+
+from mmspectral.analysis.calibration_images import calibration_batches, see
+from mmspectral.analysis.model_calibration import LayerCalibration, calibratable_kernels, calibrate_model
+from mmspectral.engine.runner.config import UsageError
+from mmspectral.models.checkpoint_files import Weights, read_checkpoint, write_checkpoint
+from mmspectral.models.checkpoints import fit_to_model
+
+
+def calibrate_checkpoint(
+    cfg: Config,
+    source: str,
+    target: Path,
+    *,
+    num_batches: int = 8,
+    batch_size: int = 4,
+    num_features: int | None = None,
+    part: str = "train",
+    seed: int = 0,
+    force: bool = False,
+    **options,
+) -> list[LayerCalibration]:
+    """Write what a checkpoint has of the config's model, and calibrated kernels.
+
+    The file loads by ``load_from`` and by ``init_cfg`` into models with the same
+    ``kernel``. Its draws are the first ones of the config's seed, unless the source has others.
+
+    Args:
+        cfg: Config of a detector or classifier whose backbone has a ``kernel``.
+        source: Path or URL, of softmax attention or with kernels, under any names that ``init_cfg`` loads.
+        target: File to write, ``.pth`` or ``.safetensors``.
+        num_batches: Batches of the config's data to run the model on.
+        batch_size: Images in each.
+        num_features: m, if not that of the config's ``kernel``.
+        part: Whose data: ``"train"``, ``"val"`` or ``"test"``.
+        seed: Of images, tokens and draws.
+        force: Whether ``target`` is replaced.
+        **options: Other arguments of :func:`mmspectral.analysis.model_calibration.calibrate_model`.
+
+    Raises:
+        UsageError: The model has no kernel to calibrate, the config no such data
+            or an empty data set, the checkpoint is not of the model, or ``target`` is there.
+    """
+    if target.exists() and not force:
+        raise UsageError(f"{target} is there already; choose another name or pass --force.")
+    if cfg.get(f"{part}_dataloader") is None:
+        raise UsageError(f"the config has no {part}_dataloader to take images from.")
+    settings = dict(cfg.model)
+    if "data_preprocessor" in cfg:
+        settings.setdefault("data_preprocessor", cfg.data_preprocessor)  # as the Runner does
+    if num_features is not None:
+        if not settings.get("backbone", {}).get("kernel"):
+            raise UsageError("the config's model.backbone has no kernel to give this number of features.")
+        settings["backbone"] = dict(
+            settings["backbone"], kernel=dict(settings["backbone"]["kernel"], num_features=num_features)
+        )
+    try:
+        with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
+            model = MODELS.build(settings)
+            loaded = read_checkpoint(source)
+            weights, _ = fit_to_model(model, loaded, source)
+            model.load_state_dict(weights.state_dict(), strict=False)
+            try:
+                loader = Runner.build_dataloader(cfg[f"{part}_dataloader"], seed=seed)
+            except ValueError as error:  # such as numpy's, of mmengine's datasets without images
+                raise UsageError(f"{part}_dataloader cannot be built; has its data set any image? {error}") from error
+            batches = calibration_batches(loader, num_batches, batch_size, seed)
+        model.to(get_device())
+        rows = calibrate_model(model, batches, lambda batch: see(model, batch), seed=seed, **options)
+        state = model.cpu().state_dict()
+        # What neither the file nor calibration gave, such as another head, is random and no part of the result.
+        kernels = tuple(f"{name}." for name in calibratable_kernels(model))
+        tensors = {
+            name: tensor for name, tensor in state.items() if name in weights.tensors or name.startswith(kernels)
+        }
+        meta = {"meta": loaded["meta"]} if isinstance(loaded, Mapping) and "meta" in loaded else {}
+        write_checkpoint(dict(state_dict=Weights(tensors, state._metadata).state_dict(), **meta), target, force)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    return rows

@@ -1,0 +1,81 @@
+"""Choose M, proposal and shift of attention over random features before training."""
+
+import mmengine.dist
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.model.weight_init import PretrainedInit
+from mmengine.runner import Runner
+from torch import nn
+
+from mmspectral.analysis.calibration_images import calibration_batches, see
+from mmspectral.analysis.dark_calibration import Fit
+from mmspectral.analysis.model_calibration import calibratable_kernels, calibrate_model, markdown_table
+from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
+from mmspectral.registry import HOOKS
+
+
+@HOOKS.register_module()
+class DarkCalibrationHook(Hook):
+    """Calibrate every :class:`mmspectral.layers.RandomFeatureKernel` once weights are loaded, unless a run is resumed.
+
+    See :func:`mmspectral.analysis.model_calibration.calibrate_model`: inputs are those of the
+    model with exact softmax, the one that the weights come from. Logs a
+    table: anisotropy of each layer and the estimated error before and after.
+
+    Images are drawn from the training data; which depends on ``seed`` alone, and
+    training sees and draws what it would without the hook. Each rank calibrates on the same images, then all take the
+    result of rank 0, and so do averaged copies of EMA hooks.
+
+    ``tools/analysis_tools/calibrate_dark.py`` does the same once, for many runs.
+
+    Args:
+        num_batches: Batches to run the model on.
+        batch_size: Images in each; all are kept.
+        num_tokens: Tokens kept of each image, see ``calibrate_model``.
+        fit_steps: Steps with which M is fitted; 0 leaves fitting out.
+        seed: Of images, tokens and draws.
+
+    Raises:
+        ValueError: A number is out of range, the data set is empty, or a layer cannot be calibrated.
+    """
+
+    priority = "LOW"  # after EMAHook, usually NORMAL: mmpretrain's loads averaged weights into the model
+
+    def __init__(
+        self, num_batches: int = 8, batch_size: int = 4, num_tokens: int = 256, fit_steps: int = 300, seed: int = 0
+    ) -> None:
+        least = dict(num_batches=1, batch_size=1, num_tokens=2, fit_steps=0)
+        for name, value in zip(least, (num_batches, batch_size, num_tokens, fit_steps), strict=True):
+            if not isinstance(value, int) or value < least[name]:
+                raise ValueError(f"DarkCalibrationHook: {name} must be an integer >= {least[name]}, got {value!r}.")
+        self.images = dict(num_batches=num_batches, batch_size=batch_size, seed=seed)
+        self.options = dict(num_tokens=num_tokens, fit=Fit(fit_steps) if fit_steps else None, seed=seed)
+
+    def before_train(self, runner: Runner) -> None:
+        """Calibrate, and copy the result to other ranks and averaged models."""
+        if runner.iter:  # resumed: M is in the checkpoint, and has been trained since
+            return
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        kernels = calibratable_kernels(model)
+        if not kernels:
+            runner.logger.warning("DarkCalibrationHook: no attention of the model has an M, a proposal or a shift.")
+            return
+        if not runner._load_from and not any(map(_loads_weights, model.modules())):
+            runner.logger.warning(
+                "DarkCalibrationHook: the weights are random: there is no load_from and no init_cfg of type "
+                "'Pretrained'. What is calibrated on them does not fit those that training will find."
+            )
+        batches = calibration_batches(runner.train_dataloader, **self.images)
+        rows = calibrate_model(model, batches, lambda batch: see(model, batch), **self.options)
+        for kernel in kernels.values():
+            for tensor in kernel.state_dict().values():
+                mmengine.dist.broadcast(tensor)
+        for average in averaged_models(runner):
+            for own, averaged in zip(kernels.values(), calibratable_kernels(average).values(), strict=True):
+                averaged.load_state_dict(own.state_dict())
+        runner.logger.info(f"DarkCalibrationHook: medians over the heads of each layer.\n{markdown_table(rows)}")
+
+
+def _loads_weights(module: nn.Module) -> bool:
+    init_cfg = getattr(module, "init_cfg", None)
+    return isinstance(init_cfg, dict) and init_cfg.get("type") in ("Pretrained", PretrainedInit)
