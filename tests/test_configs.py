@@ -19,15 +19,26 @@ from torch.overrides import TorchFunctionMode
 import mmspectral
 from mmspectral.layers import attention_layers, replaced_projections
 from mmspectral.layers.any_model import corrected_parameters
-from mmspectral.models.backbones import SpectralDaViT, SpectralDeiT, SpectralSwin, SpectralViT, SpectralXCiT
+from mmspectral.models.backbones import (
+    DarkDeiT,
+    DarkSwin,
+    DarkViT,
+    SpectralDaViT,
+    SpectralDeiT,
+    SpectralSwin,
+    SpectralViT,
+    SpectralXCiT,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.py") if "_base_" not in p.parts)
 NAMES = [str(p.relative_to(ROOT / "configs")) for p in CONFIGS]
 CONDITIONED = [name for name in NAMES if "spectral-" in name]
-TWINS = [name for name in NAMES if "spectral-" not in name]
+DARK = [name for name in NAMES if "dark-" in name]
+TWINS = [name for name in NAMES if "spectral-" not in name and not name.startswith("dark/")]
 OTHER_MODELS = [name for name in NAMES if name.startswith("any_model/")]
 TEMPLATE = "xcit/mask-rcnn_spectral-xcit-s12-p16_fpn_custom-classes.py"
+SHARDED = "xcit/spectral-xcit-medium-24-p16_8xb128-fsdp_in1k.py"
 BACKBONES = {
     "xcit": SpectralXCiT,
     "swin": SpectralSwin,
@@ -35,6 +46,7 @@ BACKBONES = {
     "deit": SpectralDeiT,
     "davit": SpectralDaViT,
 }
+DARK_BACKBONES = {"dark-deit": DarkDeiT, "dark-swin": DarkSwin, "dark-vit": DarkViT}
 # Cross-covariance attention bears the paper's lambda; dot-product attention starts one-hot under it.
 SCALES = {"xcit": 10.0, "swin": 1.0, "vit": 1.0, "deit": 1.0, "davit": 1.0}
 # Of each family a classifier and a detector, and what is unlike the others; the rest is slow.
@@ -42,6 +54,9 @@ TYPICAL = [
     "any_model/mask2former_r50_spectral-decoder_8xb2-lsj-50e_coco.py",
     "davit/mask-rcnn_spectral-davit-s_fpn_ms-crop-1x_coco.py",
     "davit/spectral-davit-tiny_4xb256_in1k.py",
+    "dark/dark-deit-small_ft-30e-projections_8xb128_in1k.py",
+    "dark/mask-rcnn_dark-swin-t-p4_fpn_1x_coco.py",
+    "dark/mask-rcnn_dark-vit-d128-p8_fpn_shapes-512.py",
     "deit/spectral-deit-base-distilled_16xb64_in1k.py",
     "quickstart/mask-rcnn_spectral-swin-d48_fpn_shapes.py",
     "quickstart/mask-rcnn_spectral-xcit-d128-p8_fpn_coco.py",
@@ -96,6 +111,11 @@ def build_model(cfg):
         return MODELS.build(model)
 
 
+def backbone_class(name):
+    dark = re.search("dark-(?:deit|swin|vit)", name.replace("softmax-", "dark-"))
+    return DARK_BACKBONES[dark[0]] if dark else BACKBONES[family(name)]
+
+
 def optimizer_groups(cfg, model):
     settings = copy.deepcopy(cfg.optim_wrapper)
     settings.type = "OptimWrapper"  # that of mixed precision needs a GPU
@@ -125,7 +145,7 @@ def test_builds_what_it_says(name):
     if name in OTHER_MODELS:
         assert any(corrected_parameters(module) for module in model.modules())
     else:
-        assert type(model.backbone) is BACKBONES[family(name)]
+        assert type(model.backbone) is backbone_class(name)
         assert stated is not None or name == TEMPLATE
         assert (model.backbone.conditioning is not None) == ("spectral-" in name)
     assert OPTIM_WRAPPERS.get(cfg.optim_wrapper.get("type", "OptimWrapper")) is not None
@@ -186,11 +206,41 @@ def test_twins_differ_only_in_conditioning_and_start(name):
     assert ".model.backbone.conditioning" in found
 
 
+@pytest.mark.parametrize("name", DARK)
+def test_softmax_twins_differ_only_in_the_kernel(name):
+    """The dict is written in each config of DARK attention, so that a child need not look for it."""
+    twin = load(name.replace("dark-", "softmax-"))
+    assert differing(load(name).to_dict(), twin.to_dict()) == [".model.backbone.kernel"]
+    assert twin.model.backbone.kernel is None
+    assert 'kernel=dict(type="dark", num_features=' in (ROOT / "configs" / name).read_text()
+
+
+def test_every_softmax_config_is_a_twin():
+    twins = [name.replace("dark-", "softmax-") for name in DARK]
+    assert sorted(twins) == [name for name in NAMES if "softmax-" in name]
+    assert sorted([*DARK, *twins]) == [name for name in NAMES if name.startswith("dark/")]
+
+
+@pytest.mark.parametrize("name", [n for n in DARK if "shapes" not in n])
+def test_kernels_move_slowly_and_are_not_decayed(name):
+    cfg = load(name)
+    model = build_model(cfg)
+    group_of = {id(p): group for group in optimizer_groups(cfg, model) for p in group["params"]}
+    for prefix in ("layers.0.attn", "stages.0.blocks.0.attn.w_msa"):
+        found = dict(model.backbone.named_parameters())
+        if f"{prefix}.kernel.M" in found:
+            kernel, qkv = group_of[id(found[f"{prefix}.kernel.M"])], group_of[id(found[f"{prefix}.qkv.weight"])]
+            assert kernel["weight_decay"] == 0 < qkv["weight_decay"]
+            assert kernel["lr"] == pytest.approx(0.1 * qkv["lr"])
+            return
+    raise AssertionError("no kernel")
+
+
 def test_every_conditioned_config_has_a_twin_or_is_a_template():
     alone = [n for n in CONDITIONED if n.replace("spectral-", "") not in NAMES]
     quickstart = [n for n in alone if n.startswith("quickstart/")]
     assert all("coco" in name for name in quickstart)
-    assert sorted(set(alone) - set(quickstart)) == sorted([*OTHER_MODELS, TEMPLATE])
+    assert sorted(set(alone) - set(quickstart)) == sorted([*OTHER_MODELS, TEMPLATE, SHARDED])
 
 
 @pytest.mark.parametrize("name", [name for name in CONDITIONED if name not in OTHER_MODELS])
@@ -213,7 +263,7 @@ def test_batch_in_the_name_is_that_of_the_learning_rate(name):
         gpus, images = map(int, stated.groups())
         assert cfg.train_dataloader.batch_size == images
         assert cfg.auto_scale_lr.base_batch_size == gpus * images
-    elif "quickstart" not in name:
+    elif "shapes" not in name and "quickstart" not in name:
         assert cfg.auto_scale_lr.base_batch_size == 8 * cfg.train_dataloader.batch_size == 16
 
 

@@ -1,0 +1,5 @@
+"""Softmax twin: exact attention. Not trained here."""
+
+_base_ = "./mask-rcnn_dark-swin-t-p4_fpn_1x_coco.py"
+
+model = dict(backbone=dict(kernel=None))
