@@ -104,7 +104,7 @@ def fold(model: nn.Module) -> Sites:
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "folded")}
     if "" in modules:
         raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
-    for parameter in (p for module in modules.values() for p in module.parameters() if p.dim() > 1):
+    for parameter in (p for module in modules.values() for p in module.parameters() if p.dim() == 2):
         ops.require_whole(parameter)
     _warn_of_low_precision(p for module in modules.values() for p in module.parameters())
     sites = {name: _site(module) for name, module in modules.items() if isinstance(module, ConditionedLinear)}
