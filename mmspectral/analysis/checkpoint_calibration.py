@@ -3,13 +3,21 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
+from torch import nn
 
 from mmspectral.analysis.calibration_images import calibration_batches, see
-from mmspectral.analysis.model_calibration import LayerCalibration, calibratable_kernels, calibrate_model
+from mmspectral.analysis.model_calibration import (
+    AttentionInputs,
+    LayerCalibration,
+    calibratable_kernels,
+    calibrate_model,
+    gather_inputs,
+)
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.models.checkpoint_files import Weights, read_checkpoint, write_checkpoint
 from mmspectral.models.checkpoints import fit_to_model
@@ -51,29 +59,9 @@ def calibrate_checkpoint(
     """
     if target.exists() and not force:
         raise UsageError(f"{target} is there already; choose another name or pass --force.")
-    if cfg.get(f"{part}_dataloader") is None:
-        raise UsageError(f"the config has no {part}_dataloader to take images from.")
-    settings = dict(cfg.model)
-    if "data_preprocessor" in cfg:
-        settings.setdefault("data_preprocessor", cfg.data_preprocessor)  # as the Runner does
-    if num_features is not None:
-        if not settings.get("backbone", {}).get("kernel"):
-            raise UsageError("the config's model.backbone has no kernel to give this number of features.")
-        settings["backbone"] = dict(
-            settings["backbone"], kernel=dict(settings["backbone"]["kernel"], num_features=num_features)
-        )
     try:
-        with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
-            model = MODELS.build(settings)
-            loaded = read_checkpoint(source)
-            weights, _ = fit_to_model(model, loaded, source)
-            model.load_state_dict(weights.state_dict(), strict=False)
-            try:
-                loader = Runner.build_dataloader(cfg[f"{part}_dataloader"], seed=seed)
-            except ValueError as error:  # such as numpy's, of mmengine's datasets without images
-                raise UsageError(f"{part}_dataloader cannot be built; has its data set any image? {error}") from error
-            batches = calibration_batches(loader, num_batches, batch_size, seed)
-        model.to(get_device())
+        model, weights, loaded = _load(cfg, source, num_features)
+        batches = _batches(cfg, part, num_batches, batch_size, seed)
         rows = calibrate_model(model, batches, lambda batch: see(model, batch), seed=seed, **options)
         state = model.cpu().state_dict()
         # What neither the file nor calibration gave, such as another head, is random and no part of the result.
@@ -86,3 +74,62 @@ def calibrate_checkpoint(
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return rows
+
+
+def checkpoint_inputs(
+    cfg: Config,
+    source: str,
+    *,
+    num_batches: int = 8,
+    batch_size: int = 4,
+    num_tokens: int = 256,
+    part: str = "train",
+    seed: int = 0,
+) -> dict[str, AttentionInputs]:
+    """Return the queries, keys and values of a checkpoint's softmax attention on the config's data, by kernel.
+
+    Args:
+        num_tokens: Tokens kept of each image, at most.
+        cfg: As for :func:`calibrate_checkpoint`; so the others.
+
+    Raises:
+        UsageError: As for :func:`calibrate_checkpoint`.
+    """
+    try:
+        model, _, _ = _load(cfg, source)
+        batches = _batches(cfg, part, num_batches, batch_size, seed)
+        if not calibratable_kernels(model):
+            raise UsageError("the config's model has no attention over random features to read inputs of.")
+        with torch.no_grad():
+            return gather_inputs(model, batches, lambda batch: see(model, batch), num_tokens, seed)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _load(cfg: Config, source: str, num_features: int | None = None) -> tuple[nn.Module, Weights, object]:
+    settings = dict(cfg.model)
+    if "data_preprocessor" in cfg:
+        settings.setdefault("data_preprocessor", cfg.data_preprocessor)  # as the Runner does
+    if num_features is not None:
+        if not settings.get("backbone", {}).get("kernel"):
+            raise UsageError("the config's model.backbone has no kernel to give this number of features.")
+        settings["backbone"] = dict(
+            settings["backbone"], kernel=dict(settings["backbone"]["kernel"], num_features=num_features)
+        )
+    with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
+        model = MODELS.build(settings)
+    loaded = read_checkpoint(source)
+    weights, _ = fit_to_model(model, loaded, source)
+    model.load_state_dict(weights.state_dict(), strict=False)
+    return model.to(get_device()), weights, loaded
+
+
+def _batches(cfg: Config, part: str, num_batches: int, batch_size: int, seed: int) -> list:
+    if cfg.get(f"{part}_dataloader") is None:
+        raise UsageError(f"the config has no {part}_dataloader to take images from.")
+    with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
+        try:
+            loader = Runner.build_dataloader(cfg[f"{part}_dataloader"], seed=seed)
+        except ValueError as error:  # such as numpy's, of mmengine's datasets without images
+            raise UsageError(f"{part}_dataloader cannot be built; has its data set any image? {error}") from error
+        return calibration_batches(loader, num_batches, batch_size, seed)

@@ -93,7 +93,7 @@ def test_queries_and_keys_of_a_file(run, tmp_path):
 def test_data_that_is_not_there_is_named(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("--out", tmp_path / "errors.csv")
-    assert "give --npz or --synthetic" in capsys.readouterr().err
+    assert "give --npz, --checkpoint or --synthetic" in capsys.readouterr().err
     np.savez(tmp_path / "none.npz", queries=np.ones(3))
     with pytest.raises(SystemExit, match="must hold arrays q0, k0, v0"):
         run("--npz", tmp_path / "none.npz", "--out", tmp_path / "errors.csv")

@@ -10,9 +10,11 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
+from mmengine.runner import Runner
 from mmengine.runner.checkpoint import CheckpointLoader
 
-from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint
+from mmspectral.analysis.calibration_images import calibration_batches, see
+from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint, checkpoint_inputs
 from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.models.dark_sites import feature_kernels
@@ -151,3 +153,33 @@ def test_another_model_is_refused(tmp_path):
     torch.save(dict(state_dict={"nothing.weight": torch.ones(3)}), tmp_path / "other.pth")
     with pytest.raises(UsageError, match="At least 90 % must match"):
         calibrate_checkpoint(config(), str(tmp_path / "other.pth"), tmp_path / "dark.pth")
+
+
+def test_inputs_of_a_checkpoint_are_those_of_its_softmax_attention(softmax):
+    inputs = checkpoint_inputs(config(), str(softmax), num_batches=3, batch_size=1, num_tokens=1000)
+    model = build(config(None)).eval()
+    model.load_state_dict(torch.load(softmax, weights_only=True)["state_dict"])
+    assert list(inputs) == [f"backbone.layers.{i}.attn.kernel" for i in range(len(model.backbone.layers))]
+    seen = {i: [] for i in range(len(inputs))}
+    for i, layer in enumerate(model.backbone.layers):
+        layer.attn.qkv.register_forward_hook(lambda module, args, out, i=i: seen[i].append(out.detach()))
+    with DefaultScope.overwrite_default_scope(config().default_scope):
+        loader = Runner.build_dataloader(config().train_dataloader, seed=0)
+    for batch in calibration_batches(loader, 3, 1, seed=0):
+        see(model, batch)
+    for i, (q, k, v) in enumerate(inputs.values()):
+        mine = torch.cat([t.sum(2).flatten(1) for t in (q, k, v)], dim=1)  # tokens are in another order
+        torch.testing.assert_close(mine, torch.cat(seen[i]).sum(1))
+
+
+def test_errors_on_the_queries_and_keys_of_a_checkpoint(softmax, tmp_path, monkeypatch):
+    cfg = tmp_path / "dark.py"
+    config().dump(cfg)
+    out = tmp_path / "errors.csv"
+    options = ["--images", 4, "--features", 8, "--seeds", 2, "--estimators", "performer", "uniform", "--out", out]
+    monkeypatch.setattr(sys, "argv", ["attention_error.py", "--checkpoint", *map(str, [cfg, softmax, *options])])
+    runpy.run_path(str(ROOT / "tools" / "analysis_tools" / "attention_error.py"), run_name="__main__")
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["data"], row["estimator"]) for row in rows] == [("dark", "performer"), ("dark", "uniform")]
+    assert all(float(row["error_softmax"]) > 0 for row in rows)

@@ -60,6 +60,15 @@ def parse_args() -> argparse.Namespace:
         help="q0, k0, v0, q1, ... [B, h, N, d], unscaled; the first half of the sequences calibrates",
     )
     parser.add_argument(
+        "--checkpoint",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("CONFIG", "FILE"),
+        help="softmax weights of a config whose backbone has a kernel; the first half of the images calibrates",
+    )
+    parser.add_argument("--images", type=int, default=16, help="training images of the config to take")
+    parser.add_argument(
         "--synthetic",
         type=float,
         nargs=2,
@@ -76,8 +85,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="CSV, continued if it exists")
     parser.add_argument("--plot", type=Path, help="PNG, SVG or PDF of all that the CSV holds")
     args = parser.parse_args()
-    if not args.npz and not args.synthetic:
-        parser.error("nothing to measure on: give --npz or --synthetic.")
+    if not args.npz and not args.synthetic and not args.checkpoint:
+        parser.error("nothing to measure on: give --npz, --checkpoint or --synthetic.")
+    if args.images < 2:
+        parser.error("--images must be at least 2: some to calibrate on and some to measure on.")
     return args
 
 
@@ -91,6 +102,18 @@ def load(path: Path) -> list[Layer]:
     if not layers or not len(layers[0].test[0]):
         raise SystemExit(f"{path} must hold arrays q0, k0, v0, q1, ... of two sequences or more.")
     return layers
+
+
+def from_checkpoint(config: str, file: str, num_images: int) -> list[Layer]:
+    # Arrays need nothing of OpenMMLab.
+    from mmspectral.analysis.checkpoint_calibration import checkpoint_inputs
+    from mmspectral.engine.runner.config import read_config
+    from mmspectral.engine.runner.launch import require_checkpoint
+
+    require_checkpoint(file)
+    inputs = checkpoint_inputs(read_config(config), file, num_batches=num_images, batch_size=1).values()
+    half = num_images // 2
+    return [Layer([t[:half] for t in qkv], [t[half:] for t in qkv]) for qkv in inputs]
 
 
 def synthesise(condition: float, energy: float, shape: tuple[int, int, int, int]) -> list[Layer]:
@@ -107,6 +130,8 @@ def synthesise(condition: float, energy: float, shape: tuple[int, int, int, int]
 def data_sets(args: argparse.Namespace) -> Iterator[tuple[str, list[Layer]]]:
     for path in args.npz:
         yield f"{path.parent.name}/{path.stem}", load(path)
+    for config, file in args.checkpoint:
+        yield Path(config).stem, from_checkpoint(config, file, args.images)
     for condition, energy in args.synthetic:
         name = f"synthetic {'x'.join(map(str, args.shape))}, condition {condition:g}, energy {energy:g}"
         yield name, synthesise(condition, energy, args.shape)
