@@ -107,6 +107,33 @@ def test_what_is_no_conditioning(config):
     error_of_ours(caught.value, "conditioning")
 
 
+@st.composite
+def kernel_settings(draw):
+    names = ["num_features", "sharing", "rank", "proposal", "shift", "orthogonal", "seed", "nonsense"]
+    words = st.sampled_from(["head", "layer", "model", "sharp", "theorem_3_2", "fixed", "learned"])
+    return dict(
+        type=draw(st.sampled_from(["dark", "performer", "temperature", "learned", "constant", "uniform", "softmax"])),
+        **draw(st.dictionaries(st.sampled_from(names), words | VALUES, max_size=3)),
+    )
+
+
+@budget(150)
+@given(config=kernel_settings())
+def test_kernel_settings(config):
+    """Attention whose weights sum to one and whose parameters get gradients, or an error of ours."""
+    try:
+        kernel = layers.build_kernel(config, num_heads=2, head_dim=8)
+    except Exception as error:
+        error_of_ours(error, *config)
+        return
+    q, k = torch.randn(2, 1, 2, 5, 8)
+    out = kernel(q, k, torch.ones(1, 2, 5, 3))
+    torch.testing.assert_close(out, torch.ones(1, 2, 5, 3))
+    if list(kernel.parameters()):
+        kernel(q, k, torch.randn(1, 2, 5, 3)).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in kernel.parameters())
+
+
 @functools.cache
 def backbone(name):
     """A tiny backbone with dense outputs, and the strides of its maps."""

@@ -16,6 +16,7 @@ from mmspectral.ops.random_features import Features, Proposal, draw_projection, 
 SHARING = ("head", "layer", "model")
 PROPOSALS = ("sharp", "theorem_3_2")
 SHIFTS = ("fixed", "learned")
+MOST_FEATURES = 1 << 16  # exact attention is cheaper long before
 
 
 class RandomFeatureKernel(nn.Module):
@@ -70,11 +71,14 @@ class RandomFeatureKernel(nn.Module):
         super().__init__()
         m = max(1, int(head_dim * math.log(head_dim))) if num_features is None else num_features
         r = head_dim if rank is None else rank
-        if not isinstance(m, int) or m < 1:
-            raise ValueError(f"num_features must be a positive integer, got {num_features!r}.")
+        if not isinstance(m, int) or not 1 <= m <= MOST_FEATURES:
+            raise ValueError(f"num_features must be an integer in [1, {MOST_FEATURES}], got {num_features!r}.")
         if not isinstance(r, int) or not 1 <= r <= head_dim:
             raise ValueError(f"rank must be an integer in [1, {head_dim}], the width of a head, got {rank!r}.")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer, got {seed!r}.")
         for name, value, known in (
+            ("orthogonal", orthogonal, (True, False)),
             ("geometry", geometry, (None, "matrix", "temperature")),
             ("sharing", sharing, SHARING),
             ("proposal", proposal, (None, *PROPOSALS)),
