@@ -228,6 +228,7 @@ def markdown(rows: list[dict]) -> str:
 def plot(rows: list[dict], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     names, quantities = list(dict.fromkeys(row["data"] for row in rows)), ("error_softmax", "error_own", "bias")
     features = sorted({int(row["m"]) for row in rows})
@@ -246,8 +247,12 @@ def plot(rows: list[dict], path: Path) -> None:
                 if mine:
                     style = "o-" if i < 10 else "s--"
                     axes.plot(*zip(*mine, strict=True), style, color=colours[name], ms=3, lw=1, label=name)
-            axes.set(xscale="log", yscale="linear" if quantity == "bias" else "log")  # a bias may be 0
+            axes.set_xscale("log")
             axes.set_xticks(features, features)
+            if quantity != "bias":  # which may be 0
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
             axes.grid(alpha=0.3, which="both")
             axes.set_ylabel(quantity if column == 0 else "")
