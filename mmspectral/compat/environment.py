@@ -26,6 +26,7 @@ FAMILIES = {
 EXTRAS = {
     "onedl": (FRAMEWORKS[1], *FAMILIES["onedl"], "faster-coco-eval>=1.6"),
     "openmmlab": (FRAMEWORKS[1], *FAMILIES["openmmlab"], "faster-coco-eval>=1.6"),
+    "export": ("onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"),
     "tests": (
         "codespell",
         "hypothesis",

@@ -51,7 +51,7 @@ class WindowAttention:
             if bias is not None:
                 logits = logits + bias.unsqueeze(0)
             if mask is not None:
-                logits = logits.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)
+                logits = logits.unflatten(0, (-1, mask.shape[0])) + mask.unsqueeze(1)
                 logits = logits.flatten(0, 1)
             return logits
 

@@ -121,9 +121,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         tokens = [token.expand(B, -1, -1) for token in self._tokens()]
         if tokens:
             x = torch.cat((*tokens, x), dim=1)  # [B, T + N, D]
-        x = x + resize_pos_embed(
-            self.pos_embed, self.patch_resolution, grid, self.interpolate_mode, self.num_extra_tokens
-        )
+        x = x + self.position_embedding(grid)
         x = self.pre_norm(self.drop_after_pos(x))
 
         outs = []
@@ -134,6 +132,12 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
             if i in self.out_indices:
                 outs.append(self._format_output(x, grid))
         return tuple(outs)
+
+    def position_embedding(self, grid: tuple[int, int]) -> Tensor:
+        """Return the position embedding [1, T + h * w, D] for a grid of h x w patches."""
+        return resize_pos_embed(
+            self.pos_embed, self.patch_resolution, grid, self.interpolate_mode, self.num_extra_tokens
+        )
 
     def train(self, mode: bool = True) -> "SpectralViT":
         """Set training mode, keeping frozen stages in eval mode."""
