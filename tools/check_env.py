@@ -30,12 +30,17 @@ def main() -> int:
         help="compare the installed versions and import nothing (0.2 s); list only what is wrong",
     )
     parser.add_argument("--tests", action="store_true", help="with --versions-only: also what the tests need")
-    args = parser.parse_args()
-    if args.tests and not args.versions_only:
-        parser.error("--tests goes with --versions-only")
     environment = load_environment_module()
+    parser.add_argument(
+        "--family",
+        choices=sorted(environment.FAMILIES),
+        help="with --versions-only: ask for this family of packages (default: the one of which more is installed)",
+    )
+    args = parser.parse_args()
+    if (args.tests or args.family) and not args.versions_only:
+        parser.error("--tests and --family go with --versions-only")
     if args.versions_only:
-        problems = [f for f in environment.check_versions(tests=args.tests) if f.level != "ok"]
+        problems = [f for f in environment.check_versions(args.tests, args.family) if f.level != "ok"]
         environment.format_report(problems)
         return int(bool(problems))
     sys.path.insert(0, str(ROOT))

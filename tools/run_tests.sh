@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up the environment, then run the linters and the tests.
 #
-# usage: bash tools/run_tests.sh [--slow] [--gpu] [pytest arguments]
-#   --slow  also the tests that take minutes or build environments
-#   --gpu   also the tests that need a CUDA device
+# usage: bash tools/run_tests.sh [--stack openmmlab|onedl] [--slow] [--gpu] [pytest arguments]
+#   --stack  with the original OpenMMLab packages, or with the maintained forks
+#   --slow   also the tests that take minutes or build environments
+#   --gpu    also the tests that need a CUDA device
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -11,6 +12,10 @@ slow="not slow"
 gpu="not gpu"
 while [[ $# -gt 0 ]]; do
     case "$1" in
+        --stack)
+            MMSPECTRAL_STACK="${2:?--stack needs onedl or openmmlab}"
+            shift
+            ;;
         --slow) slow="" ;;
         --gpu) gpu="" ;;
         *) break ;;

@@ -23,11 +23,13 @@ FAMILIES = {
     # mmengine 0.10 asks pkg_resources where a package lies; setuptools 82 took it out.
     "openmmlab": ("mmengine>=0.10.7,<1", "mmcv-lite>=2.0,<2.2", "mmdet>=3.3,<4", "mmpretrain>=1.2,<2", "setuptools<82"),
 }
+EXPORT = ("onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5")
 EXTRAS = {
     "onedl": (FRAMEWORKS[1], *FAMILIES["onedl"], "faster-coco-eval>=1.6"),
     "openmmlab": (FRAMEWORKS[1], *FAMILIES["openmmlab"], "faster-coco-eval>=1.6"),
-    "export": ("onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"),
+    "export": EXPORT,
     "tests": (
+        *EXPORT,
         "codespell",
         "hypothesis",
         "pre-commit",
@@ -103,13 +105,14 @@ def pip_command(requirements: Iterable[str], *options: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", "install", *options, *requirements])
 
 
-def check_versions(tests: bool = False) -> list[Finding]:
+def check_versions(tests: bool = False, family: str | None = None) -> list[Finding]:
     """Compare the installed distributions with the requirements, by their metadata alone.
 
     Args:
         tests: Also ask for what the tests and the linters need.
+        family: Key of :data:`FAMILIES` that is asked for; by default the one in use.
     """
-    family = family_in_use()
+    family = family or family_in_use()
     requirements = FRAMEWORKS + FAMILIES[family] + (EXTRAS["tests"] if tests else ())
     findings = [_check_requirement(requirement) for requirement in requirements]
     overlapping = [names for names in installed_families().values() if names]
@@ -151,7 +154,12 @@ def check_environment() -> list[Finding]:
     Imports what it checks; a part that cannot be imported becomes a finding
     and not an exception.
     """
-    findings = [Finding("ok", "python", f"{platform.python_version()} at {sys.executable}"), *check_versions()]
+    families = " and ".join(family for family, names in installed_families().items() if names)
+    findings = [
+        Finding("ok", "python", f"{platform.python_version()} at {sys.executable}"),
+        Finding("ok", "family", families or "none"),
+        *check_versions(),
+    ]
     torch_findings = _check_import("torch", FRAMEWORKS[0])
     findings += torch_findings
     if _blocked(torch_findings):

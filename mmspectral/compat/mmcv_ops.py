@@ -46,8 +46,13 @@ class TorchvisionExtensionFinder(importlib.abc.MetaPathFinder, importlib.abc.Loa
         """Leave the making of the module to the import system."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with torchvision's operators, and with one that raises for each other name."""
+        """Fill the module with torchvision's operators, and with one that raises for each other name.
+
+        Every process that uses mmdet asks for this module and may read checkpoints before it has built a model, as
+        mmdet's inferencer does. So what the original mmengine saves is put on torch's allow-list here.
+        """
         operators = importlib.import_module(STAND_IN)
+        importlib.import_module("mmspectral.compat.checkpoints").allow_mmengine_checkpoints()
         for name in operators.__all__:
             setattr(module, name, getattr(operators, name))
         module.__getattr__ = operators.unavailable

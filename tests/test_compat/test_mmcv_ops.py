@@ -4,6 +4,8 @@ import importlib.util
 import sysconfig
 
 import pytest
+import torch
+from mmengine.logging import HistoryBuffer
 
 from mmspectral.compat import mmcv_ops, mmcv_ops_backend
 
@@ -53,6 +55,14 @@ def test_finder_serves_one_module(stand_in):
     for name in ("mmcv", "mmcv.ops", "mmcv._extension", "_ext", "mmcv._ext.nms"):
         assert finder.find_spec(name, []) is None
     assert stand_in.__spec__.origin == "mmspectral.compat.torchvision_ops"
+
+
+def test_the_stand_in_brings_mmengines_log_buffers_onto_torchs_allow_list(fresh_process, fake_mmcv, tmp_path):
+    """mmdet's inferencer reads a checkpoint before it builds a model; the original mmengine does so without a list."""
+    torch.save({"log": HistoryBuffer([1.0], [1])}, tmp_path / "epoch_1.pth")
+    code = "import torch, mmspectral, mmcv._ext\nprint(torch.load('epoch_1.pth', weights_only=True)['log'].current())"
+    result = fresh_process(code, fake_mmcv.parent)
+    assert result.stdout.strip() == "1.0", result.stderr
 
 
 def test_compiled_extension_wins(fresh_process, fake_mmcv):

@@ -140,6 +140,27 @@ def test_missing_torchvision_is_asked_for_with_the_torch_that_is_there(installed
     assert "torch==2.14.1+cu130" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("versions", "families"),
+    [(ONEDL, "onedl"), (OPENMMLAB, "openmmlab"), ({**OPENMMLAB, **ONEDL}, "onedl and openmmlab"), ({}, "none")],
+)
+def test_the_report_names_the_family(installed, monkeypatch, versions, families):
+    environment = installed(versions)
+    # The report ends with torch when that cannot be imported.
+    monkeypatch.setattr(environment, "_check_import", lambda *_: [environment.Finding("error", "torch", "not tried")])
+    (finding,) = [f for f in environment.check_environment() if f.subject == "family"]
+    assert finding.detail == families
+
+
+@pytest.mark.parametrize(
+    ("versions", "family", "missing"),
+    [(ONEDL, "openmmlab", "mmcv-lite"), (OPENMMLAB, "onedl", "onedl-mmcv"), (ONEDL, "onedl", None)],
+)
+def test_one_family_can_be_asked_for(installed, versions, family, missing):
+    found = problems(installed(versions).check_versions(family=family))
+    assert (missing in found) if missing else found == {}
+
+
 def test_both_families_give_a_warning_that_removes_both(installed):
     found = problems(installed({**OPENMMLAB, **ONEDL, "setuptools": "81.0"}).check_versions())
     assert list(found) == ["families"]
@@ -157,10 +178,12 @@ def test_test_tools_are_asked_for_only_when_wanted(installed):
     assert "pytest" in problems(environment.check_versions(tests=True))
 
 
-def test_the_constraints_satisfy_the_requirements(installed):
-    lines = (ROOT / "tools" / "constraints.txt").read_text().splitlines()
+@pytest.mark.parametrize("family", ["onedl", "openmmlab"])
+def test_the_constraints_satisfy_the_requirements(installed, family):
+    files = [ROOT / "tools" / name for name in ("constraints.txt", f"constraints-{family}.txt")]
+    lines = [line for file in files for line in file.read_text().splitlines()]
     pins = dict(line.split(" ;")[0].split("==") for line in lines if line and not line.startswith("#"))
-    assert problems(installed(pins).check_versions(tests=True)) == {}
+    assert problems(installed(pins).check_versions(tests=True, family=family)) == {}
 
 
 def test_versions_only_is_silent_when_all_is_there_and_imports_no_torch(python_without):

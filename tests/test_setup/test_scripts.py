@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mmspectral.compat.environment import family_in_use
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 
@@ -76,6 +78,41 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path, unsatisfied):
     assert "is not empty and not a virtual environment; set MMSPECTRAL_VENV to another folder" in done.stderr
     assert precious.read_text() == "years of work"
     assert done.stdout == ""
+
+
+def test_an_active_environment_of_the_other_family_is_not_used(tmp_path, unsatisfied):
+    other, folder = ("onedl", "venv") if family_in_use() == "openmmlab" else ("openmmlab", "venv-openmmlab")
+    env = {**unsatisfied, "VIRTUAL_ENV": sys.prefix, "MMSPECTRAL_VENV": tmp_path / "venv", "MMSPECTRAL_STACK": other}
+    done = run("bash", "-c", SOURCE, **env)
+    assert done.returncode == 1
+    assert f"making a virtual environment at {tmp_path / folder} with" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "env"), [(["setup_env.sh"], {"MMSPECTRAL_STACK": "mm"}), (["run_tests.sh", "--stack", "mm"], {})]
+)
+def test_an_unknown_family_is_refused(tmp_path, command, env):
+    done = run("bash", TOOLS / command[0], *command[1:], **env, MMSPECTRAL_VENV=tmp_path / "venv")
+    assert done.returncode == 1
+    assert "MMSPECTRAL_STACK is 'mm'; it must be onedl or openmmlab" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_second_environment_shares_the_torch_of_a_finished_first_one(tmp_path, unsatisfied, finished):
+    file = Path("lib/python3.11/site-packages/torch/__init__.py")
+    first, second = tmp_path / "venv", tmp_path / "venv-openmmlab"
+    (first / file).parent.mkdir(parents=True)
+    (first / file).write_text("")
+    if finished:
+        (first / ".mmspectral-stamp").write_text("")
+    site = second / file.parents[1]
+    program(tmp_path / "bin" / "python3", f'[[ "$1" != -m ]] || mkdir -p {site}')
+    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=first, MMSPECTRAL_STACK="openmmlab", **unsatisfied)
+    assert done.returncode == 1, "there was no pip to go on with"
+    assert site.is_dir()
+    assert (second / file).exists() == finished
+    assert not finished or (second / file).samefile(first / file)
 
 
 def test_missing_venv_module_is_named(tmp_path, unsatisfied):
