@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mmspectral import ops
+from mmspectral.analysis.projections import attention_projections
 from mmspectral.layers import conditioned_projections
 
 
@@ -34,19 +34,13 @@ def projection_conditions(model: nn.Module) -> list[ProjectionCondition]:
     ``full``, the worst d x E head block for ``head``. A rank-deficient one has
     kappa = inf.
     """
-    rows = []
-    for name, module in conditioned_projections(model).items():
-        scope, layout = module.conditioning.scope, module.layout
-        weight = module.weight.double()
-        kappas = []
-        for matrix in (weight, module.corrected_weight(torch.float64)):
-            kappa = ops.condition_number(ops.split_projections(matrix, layout, scope))  # [P] or [P, h]
-            kappas.append((kappa.amax(-1) if kappa.dim() == 2 else kappa).tolist())
-        rows += [
-            ProjectionCondition(name, role, without, with_)
-            for role, without, with_ in zip(layout.roles, *kappas, strict=True)
-        ]
-    return rows
+    conditioned = conditioned_projections(model)
+    return [
+        ProjectionCondition(name, role, without.kappa, with_.kappa)
+        for name, projection in attention_projections(model).items()
+        if name in conditioned
+        for role, (without, with_) in projection.spectra().items()
+    ]
 
 
 def plot_projection_conditions(rows: list[ProjectionCondition], path: str, title: str = "") -> None:

@@ -138,8 +138,8 @@ def _spectra(projection: AttentionProjection, scope: str) -> Iterator[Projection
 
 def _worst(matrices: Tensor) -> tuple[Tensor, float]:
     """Return singular values and kappa of a matrix, or of the worst of a stack of heads."""
-    kappa = ops.condition_number(matrices)
     sigma = ops.singular_values(matrices)
+    kappa = ops.condition_number_of(sigma, matrices.shape)
     if kappa.dim():
         worst = kappa.argmax()
         kappa, sigma = kappa[worst], sigma[worst]

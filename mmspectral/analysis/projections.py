@@ -106,17 +106,13 @@ class AttentionProjection:
 def spectrum(matrix: Tensor) -> Spectrum:
     """Return the extreme singular values of [..., rows, columns], with the worst kappa of a batch.
 
-    A matrix is rank-deficient when sigma_min <= max(rows, columns) * eps *
-    sigma_max, as in :func:`mmspectral.ops.condition_number`.
+    kappa is infinite where :func:`mmspectral.ops.condition_number` says so.
     """
     if not matrix.isfinite().all():
         return Spectrum(float("nan"), float("nan"), float("nan"))
-    sigma = ops.singular_values(matrix).double()
-    sigma_max, sigma_min = sigma[..., 0], sigma[..., -1]
-    eps = torch.finfo(torch.promote_types(matrix.dtype, torch.float32)).eps
-    floor = max(matrix.shape[-2:]) * eps * sigma_max
-    kappa = torch.where(sigma_min > floor, sigma_max / sigma_min, torch.inf)
-    return Spectrum(sigma_max.max().item(), sigma_min.min().item(), kappa.max().item())
+    sigma = ops.singular_values(matrix)
+    kappa = ops.condition_number_of(sigma, matrix.shape)
+    return Spectrum(sigma[..., 0].max().item(), sigma[..., -1].min().item(), kappa.max().item())
 
 
 def attention_projections(model: nn.Module) -> dict[str, AttentionProjection]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmspectral.layers.random_feature_kernel import RandomFeatureKernel
 from mmspectral.ops.attention_baselines import position_codes, softmax_attention, uniform_attention
+from mmspectral.ops.precision import without_autocast
 
 PREFIX = "mmspectral."
 
@@ -42,7 +43,7 @@ class SoftmaxKernel(nn.Module):
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return self.scale * q.to(dtype) @ k.to(dtype).mT
 
 

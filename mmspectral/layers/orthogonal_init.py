@@ -9,8 +9,9 @@ from torch import nn
 
 from mmspectral import ops
 from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
-from mmspectral.layers.switched_linear import SwitchedLinear, at_least_float32
+from mmspectral.layers.switched_linear import SwitchedLinear
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.precision import at_least_float32
 
 
 @register_conditioning

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmspectral.ops.precision import at_least_float32
+
 
 @dataclass(frozen=True)
 class Saturation:
@@ -57,8 +59,7 @@ def probe_tokens(num_tokens: int, dim: int, correlation: float, seed: int = 0) -
 
 def saturation(logits: Tensor) -> Saturation:
     """Measure attention logits [..., rows, columns] in float32 or better; masked entries are -inf."""
-    logits = logits.detach()
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits.detach())
     log_attention = logits.log_softmax(dim=-1)
     entropy = -(log_attention.exp() * log_attention.masked_fill(log_attention == -torch.inf, 0.0)).sum(-1)
     finite = logits.masked_fill(logits == -torch.inf, 0.0)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from mmspectral import ops
 from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
-from mmspectral.layers.switched_linear import SwitchedLinear, at_least_float32, without_autocast
+from mmspectral.layers.switched_linear import SwitchedLinear
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.precision import at_least_float32, without_autocast
 
 MAX_ITERATIONS = 1000  # in each forward pass; more is a mistake and looks like a hang
 START_ITERATIONS = 32  # of the power method, wherever the singular vectors are not known

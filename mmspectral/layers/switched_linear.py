@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -86,18 +85,6 @@ class SwitchedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, conditioning={self.conditioning}, layout={self.layout.as_dict()}"
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, or as it is when it is wider."""
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Return a context in which products keep the dtype of their factors."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()  # on the meta device
 
 
 def _drawn_anew(before: Tensor, after: Tensor) -> bool:

@@ -8,6 +8,7 @@ from mmpretrain.models.backbones.davit import ChannelAttention
 from torch import Tensor
 
 from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
@@ -75,7 +76,7 @@ class SpectralChannelAttention(ChannelAttention):
         B, N, D = x.shape
         q, k, v = self._project(x)
         attn = self._logits(k, v).softmax(dim=-1)  # [B, h, d, d]
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             x = (attn.to(q.dtype) @ q.transpose(-1, -2)).transpose(-1, -2)  # [B, h, N, d]
         return self.proj(x.transpose(1, 2).reshape(B, N, D))
 
@@ -91,7 +92,6 @@ class SpectralChannelAttention(ChannelAttention):
 
     def _logits(self, k: Tensor, v: Tensor) -> Tensor:
         # A sum over thousands of tokens leaves the range and the precision of half-precision numbers.
-        if k.dtype.itemsize < 4:
-            k, v = k.float(), v.float()
-        with torch.autocast(k.device.type, enabled=False):
+        k, v = at_least_float32(k), at_least_float32(v)
+        with without_autocast(k.device):
             return (k * self.scale).transpose(-1, -2) @ v

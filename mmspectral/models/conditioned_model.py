@@ -7,6 +7,7 @@ from torch import nn
 
 from mmspectral.layers import METADATA_KEY, build_conditioning
 from mmspectral.layers.any_model import condition, corrected_parameters
+from mmspectral.ops.precision import at_least_float32
 from mmspectral.registry import MODELS
 
 
@@ -77,8 +78,7 @@ def _keep_function(module: nn.Module, state_dict: dict, prefix: str, local_metad
     for name, layout in corrected_parameters(module).items():
         if f"{prefix}{name}" in state_dict:
             weight = state_dict[f"{prefix}{name}"]
-            exact = weight.float() if weight.dtype.itemsize < 4 else weight
-            state_dict[f"{prefix}{name}"] = module.conditioning.uncorrected(exact, layout)
+            state_dict[f"{prefix}{name}"] = module.conditioning.uncorrected(at_least_float32(weight), layout)
 
 
 def _warn_of_change(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping, *_: object) -> None:

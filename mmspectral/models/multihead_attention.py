@@ -8,6 +8,7 @@ from mmpretrain.models.utils import MultiheadAttention
 from torch import Tensor
 
 from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.ops.precision import without_autocast
 from mmspectral.registry import MODELS
 
 
@@ -68,5 +69,5 @@ class SpectralMultiheadAttention(MultiheadAttention):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dims)
         q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, h, N, d]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return self.scale * q.to(dtype) @ k.to(dtype).mT

@@ -9,6 +9,7 @@ from mmpretrain.models.utils import ShiftWindowMSA, WindowMSA
 from torch import Tensor
 
 from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
@@ -28,7 +29,7 @@ class WindowAttention:
         """
         q, k, v = self._project(x)
         attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(x))
 
@@ -43,9 +44,8 @@ class WindowAttention:
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
 
     def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            if q.dtype.itemsize < 4:
-                q, k = q.float(), k.float()
+        with without_autocast(q.device):
+            q, k = at_least_float32(q), at_least_float32(k)
             logits = (q * self.scale) @ k.transpose(-2, -1)  # [W, h, N, N]
             bias = self._position_bias()
             if bias is not None:

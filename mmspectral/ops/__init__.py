@@ -1,5 +1,6 @@
 """Floor 1: pure functions of tensors, needing only torch; float64 twins in :mod:`mmspectral.ops.reference`."""
 
+from mmspectral.ops.condition import condition_number, condition_number_of, singular_values
 from mmspectral.ops.cross_covariance import cross_covariance_attention, cross_covariance_logits
 from mmspectral.ops.layout import ROW_ORDERS, ProjectionLayout
 from mmspectral.ops.polar import (
@@ -12,14 +13,12 @@ from mmspectral.ops.polar import (
 from mmspectral.ops.spectral import (
     SCOPES,
     add_identity,
-    condition_number,
     conditioned_linear,
     identity_diagonal,
     identity_output,
     merge_projections,
     norm_factors,
     require_whole,
-    singular_values,
     split_projections,
 )
 
@@ -29,6 +28,7 @@ __all__ = [
     "ProjectionLayout",
     "add_identity",
     "condition_number",
+    "condition_number_of",
     "conditioned_linear",
     "cross_covariance_attention",
     "cross_covariance_logits",

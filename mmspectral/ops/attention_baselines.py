@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspectral.ops.linear_attention import linear_attention
+from mmspectral.ops.precision import at_least_float32
 from mmspectral.ops.random_features import draw_projection, fold_features
 
 CODE_BLOCK = 1024
@@ -50,7 +51,7 @@ def uniform_attention(v: Tensor, num_queries: int, mask: Tensor | None = None, c
     Returns:
         [B, h, N, e] in the dtype of v.
     """
-    values = v if v.dtype.itemsize >= 4 else v.float()
+    values = at_least_float32(v)
     seen = values.new_ones(v.shape[0], 1, v.shape[2], 1) if mask is None else mask[:, None, :, None].to(values)
     total, count = values * seen, seen
     total, count = (t.cumsum(2) if causal else t.sum(2, keepdim=True) for t in (total, count))

@@ -3,9 +3,10 @@
 Shape legend: B images, h heads, d channels per head, N tokens.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmspectral.ops.precision import at_least_float32, without_autocast
 
 
 def cross_covariance_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0) -> Tensor:
@@ -26,17 +27,13 @@ def cross_covariance_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Ten
     """
     attn = cross_covariance_logits(q, k, temperature).softmax(dim=-1)  # [B, h, d, d]
     attn = F.dropout(attn, attn_drop)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return attn.to(v.dtype) @ v
 
 
 def cross_covariance_logits(q: Tensor, k: Tensor, temperature: Tensor) -> Tensor:
     """Return q^ k^T * temperature [B, h, d, d] in float32 (float64 for float64 input); arguments as above."""
-    with torch.autocast(q.device.type, enabled=False):
-        q_hat = F.normalize(_at_least_float32(q), dim=-1)
-        k_hat = F.normalize(_at_least_float32(k), dim=-1)
-        return (q_hat @ k_hat.transpose(-2, -1)) * _at_least_float32(temperature)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
+    with without_autocast(q.device):
+        q_hat = F.normalize(at_least_float32(q), dim=-1)
+        k_hat = F.normalize(at_least_float32(k), dim=-1)
+        return (q_hat @ k_hat.transpose(-2, -1)) * at_least_float32(temperature)

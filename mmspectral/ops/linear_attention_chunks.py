@@ -22,6 +22,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mmspectral.ops.precision import without_autocast
 from mmspectral.ops.random_features import Features
 
 # Bytes of one tensor [G, n, R] of a chunk: within the cache of a CPU, enough to fill a GPU.
@@ -37,7 +38,7 @@ def float32_island(device: torch.device) -> Iterator[None]:
     try:
         for setting in settings:
             setting.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
+        with without_autocast(device):
             yield
     finally:
         for setting, precision in zip(settings, previous, strict=True):

@@ -17,6 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mmspectral.ops.precision import at_least_float32, without_autocast
+
 SAFETY = 1.01  # each polynomial is made for singular values up to this much above what exact arithmetic gives
 MAX_KAPPA = 2.05  # of W + C, for kappa(W) up to the one that is promised
 SQUARINGS = 8
@@ -34,8 +36,8 @@ def svd_correction(matrix: Tensor) -> Tensor:
     Returns:
         C, of the shape of W, in float32 or better, without gradient.
     """
-    matrix = _at_least_float32(matrix.detach())
-    with _no_autocast(matrix):
+    matrix = at_least_float32(matrix.detach())
+    with without_autocast(matrix.device):
         U, sigma, Vh = torch.linalg.svd(matrix, full_matrices=False)
         return sigma[..., :1, None] * (U @ Vh)
 
@@ -56,10 +58,10 @@ def polar_correction(matrix: Tensor, kappa: float) -> Tensor:
     Returns:
         C, of the shape of W, in float32 or better, without gradient; 0 for W = 0.
     """
-    W = _at_least_float32(matrix.detach())
+    W = at_least_float32(matrix.detach())
     tall = W.shape[-2] > W.shape[-1]
     W = W.mT if tall else W  # products of the smaller side
-    with _no_autocast(W):
+    with without_autocast(W.device):
         X, norm = _normalised(W)
         bound = norm * _relative_spectral_norm(X, SQUARINGS)
         for a, b, c in polar_schedule(kappa, W.shape[-2]):
@@ -83,9 +85,9 @@ def spectral_norm_bound(matrix: Tensor, squarings: int = SQUARINGS) -> Tensor:
     Returns:
         A tensor [...] in float32 or better.
     """
-    W = _at_least_float32(matrix.detach())
+    W = at_least_float32(matrix.detach())
     W = W.mT if W.shape[-2] > W.shape[-1] else W
-    with _no_autocast(W):
+    with without_autocast(W.device):
         X, norm = _normalised(W)
         return (norm * _relative_spectral_norm(X, squarings))[..., 0, 0]
 
@@ -170,12 +172,3 @@ def _relative_spectral_norm(X: Tensor, squarings: int) -> Tensor:
         log_trace = 2 * log_trace + trace.log() if step else trace.log()
     rounding = 1 + 4 * X.shape[-2] * torch.finfo(X.dtype).eps  # sums of n rounded terms: stay above
     return (log_trace / 2 ** (squarings + 1)).exp() * rounding
-
-
-def _no_autocast(matrix: Tensor) -> torch.autocast:
-    device = matrix.device.type
-    return torch.autocast("cpu" if device == "meta" else device, enabled=False)  # autocast does not know meta
-
-
-def _at_least_float32(matrix: Tensor) -> Tensor:
-    return matrix.float() if matrix.dtype.itemsize < 4 else matrix

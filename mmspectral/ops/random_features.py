@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmspectral.ops.precision import without_autocast
+
 
 class Proposal(NamedTuple):
     """A Gaussian N(0, V diag(sigma) V^T) of which the features are drawn instead of N(0, I).
@@ -183,7 +185,7 @@ def fold_features(
         ValueError: Shapes that do not fit.
     """
     dtype = torch.float64 if w.dtype == torch.float64 else torch.float32
-    with torch.autocast(w.device.type, enabled=False):
+    with without_autocast(w.device):
         M = _geometry(M, w, head_dim) * (head_dim**-0.5 if scale is None else scale) ** 0.5  # [H, r, d]
         omega = w.double().view(-1, *w.shape[-2:])  # [H, m, r]
         m, r = omega.shape[-2:]

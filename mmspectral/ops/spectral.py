@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspectral.ops.layout import ProjectionLayout
+from mmspectral.ops.precision import product_dtype
 
 SCOPES = ("full", "head")
 
@@ -145,9 +146,7 @@ def conditioned_linear(
     Returns:
         A tensor [..., P * D] in the dtype in which ``F.linear`` computes.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    if dtype.itemsize < 4:
+    if product_dtype(x, weight).itemsize < 4:
         identity = identity_output(x.float(), weight.shape[0], scales, layout, scope)
         if factors is None:
             y = F.linear(x, weight, bias)
@@ -194,26 +193,6 @@ class _ConditionedLinear(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def singular_values(matrix: Tensor) -> Tensor:
-    """Return the singular values of [..., rows, columns], largest first, in float32 or better."""
-    with torch.autocast(matrix.device.type, enabled=False):
-        return torch.linalg.svdvals(matrix if matrix.dtype == torch.float64 else matrix.float())
-
-
-def condition_number(matrix: Tensor) -> Tensor:
-    """Return kappa = sigma_max / sigma_min of [..., rows, columns].
-
-    Returns:
-        A tensor [...]; infinite where the matrix is rank-deficient at working
-        precision (sigma_min <= max(rows, columns) * eps * sigma_max), since the
-        quotient would be a number made of rounding errors.
-    """
-    sigma = singular_values(matrix)
-    sigma_max, sigma_min = sigma[..., 0], sigma[..., -1]
-    floor = max(matrix.shape[-2:]) * torch.finfo(sigma.dtype).eps * sigma_max
-    return torch.where(sigma_min > floor, sigma_max / sigma_min, torch.full_like(sigma_max, torch.inf))
 
 
 def split_projections(weight: Tensor, layout: ProjectionLayout, scope: str = "full") -> Tensor:

@@ -108,6 +108,17 @@ def test_large_queries_and_keys_stay_finite(name):
             assert forward(copy.deepcopy(ours).eval().half(), x.half(), False).isfinite().all()
 
 
+@EACH
+def test_the_meta_device_gives_the_shapes(name):
+    """Without memory or time, as counters of parameters and products use it; autocast does not know that device."""
+    ours, x = build_pair(name)[0], images()
+    expected = [out.shape for out in ours(x)]
+    outputs = ours.to("meta")(x.to("meta"))
+    assert [out.shape for out in outputs] == expected
+    sum(out.sum() for out in outputs).backward()
+    assert all(p.grad.is_meta for p in ours.parameters() if p.requires_grad)
+
+
 def build_detector(config):
     """Return the model of a config and a batch of two images."""
     cfg = read_config(f"mmspectral::{config}")
