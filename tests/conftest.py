@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def default_scope_of_its_own(monkeypatch):
-    """A Runner sets mmengine's default scope for the whole process; take that back after the test."""
-    monkeypatch.setattr(DefaultScope, "_instance_dict", DefaultScope._instance_dict.copy())
+    """A Runner sets mmengine's default scope for the whole process; start without one and take it back afterwards."""
+    monkeypatch.setattr(DefaultScope, "_instance_dict", OrderedDict())
 
 
 @pytest.fixture(scope="session")
