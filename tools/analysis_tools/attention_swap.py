@@ -22,6 +22,7 @@ from mmengine.logging import MMLogger
 from mmspectral.analysis.attention_swap import KERNELS, REGIMES, Classifier, append_row, read_rows, swap_and_tune
 from mmspectral.analysis.attention_swap_report import markdown_tables, plot_rows
 from mmspectral.analysis.image_training import accuracy, load_images, train
+from mmspectral.models.checkpoint_files import write_checkpoint
 
 ARCH = dict(embed_dims=128, num_layers=4, num_heads=2, feedforward_channels=256)
 WITHOUT_FEATURES = ("exact",)
@@ -84,9 +85,8 @@ def train_softmax(args: argparse.Namespace) -> None:
     def save(epoch: int) -> None:
         reached = accuracy(model, test_data)
         print(f"epoch {epoch}: accuracy {reached:.4f}", flush=True)
-        torch.save(
-            dict(settings=settings, epoch=epoch, accuracy=reached, state_dict=model.state_dict()), args.checkpoint
-        )
+        checkpoint = dict(settings=settings, epoch=epoch, accuracy=reached, state_dict=model.state_dict())
+        write_checkpoint(checkpoint, args.checkpoint, force=True)
 
     generator = torch.Generator().manual_seed(0)
     train(
