@@ -10,7 +10,7 @@ from mmdet.registry import DATASETS, MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
-from mmengine.registry import init_default_scope
+from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
 
 from mmspectral.analysis.condition_numbers import plot_projection_conditions, projection_conditions
@@ -47,14 +47,14 @@ def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict
     cfg, checkpoint = run_config(work_dir), last_checkpoint(work_dir)
     metrics = last_metrics(work_dir)
     use_safe_loading()
-    init_default_scope(cfg.get("default_scope", "mmdet"))
     model_cfg = deepcopy(cfg.model)
     model_cfg.backbone.init_cfg = None
-    model = MODELS.build(model_cfg)
+    with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmdet")):
+        model = MODELS.build(model_cfg)
+        dataset = DATASETS.build(cfg.val_dataloader.dataset)
     load_checkpoint(model, str(checkpoint), map_location="cpu")
     model.eval()
 
-    dataset = DATASETS.build(cfg.val_dataloader.dataset)
     samples = _predict(model, dataset, num_images)
     draw_prediction_sheet(
         samples, str(work_dir / "predictions.png"), dataset.metainfo["classes"], dataset.metainfo["palette"], score_thr

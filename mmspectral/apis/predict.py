@@ -13,6 +13,7 @@ import mmcv
 import numpy as np
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.registry import DefaultScope
 from rich.progress import track
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -121,14 +122,17 @@ def predict(
 
 
 def _build_predictor(cfg: Config, checkpoint: str, device: str, annotations: dict | None) -> Any:
-    # Each host is imported only for its own models.
-    if host_package(cfg) == "mmdet":
-        from mmspectral.apis.detection import DetectionPredictor
+    host = host_package(cfg)
+    # mmpretrain's inferencer builds its pipeline in whatever scope it finds, and mmdet's leaves its own behind.
+    with DefaultScope.overwrite_default_scope(host):
+        # Each host is imported only for its own models.
+        if host == "mmdet":
+            from mmspectral.apis.detection import DetectionPredictor
 
-        return DetectionPredictor(cfg, checkpoint, device, annotations)
-    from mmspectral.apis.classification import ClassificationPredictor
+            return DetectionPredictor(cfg, checkpoint, device, annotations)
+        from mmspectral.apis.classification import ClassificationPredictor
 
-    return ClassificationPredictor(cfg, checkpoint, device)
+        return ClassificationPredictor(cfg, checkpoint, device)
 
 
 def _read_rgb(path: Path) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import cv2
 import pytest
+from mmengine.registry import DefaultScope
 
 from mmspectral.analysis.run_summary import last_metrics, summarize_run, versions
 
@@ -19,7 +20,9 @@ def run(trained_quickstart, tmp_path):
 
 
 def test_summary_holds_metrics_versions_and_pictures(run):
-    summary = summarize_run(run, num_images=3, score_thr=0.0, extra={"train_seconds": 1.5, "setup_seconds": 0})
+    with DefaultScope.overwrite_default_scope("mmpretrain"):  # found and left as it is
+        summary = summarize_run(run, num_images=3, score_thr=0.0, extra={"train_seconds": 1.5, "setup_seconds": 0})
+        assert DefaultScope.get_current_instance().scope_name == "mmpretrain"
     assert summary == json.loads((run / "summary.json").read_text())
     assert {"coco/bbox_mAP", "coco/segm_mAP", "train_seconds", "setup_seconds", "versions"} <= set(summary)
     assert summary["versions"]["torch"] and summary["versions"] == versions()
