@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmspectral.compat import __main__ as command_line
+from mmspectral.compat import mmcv_ops_backend
 
 COMPAT = ("-m", "mmspectral.compat")
 
@@ -92,7 +93,8 @@ def test_mask_rcnn_where_nobody_imports_mmspectral(fresh_process, python, site_p
         f"{inspect.getsource(train_and_predict)}\ntrain_and_predict()\nprint('trained', 'mmspectral' in sys.modules)"
     )
     result = fresh_process(code, python=python)
-    assert result.stdout.strip().endswith("trained True"), result.stderr
+    asked = mmcv_ops_backend() == "torchvision"  # a compiled extension needs no stand-in
+    assert result.stdout.strip().endswith(f"trained {asked}"), result.stderr
 
 
 def test_install_status_uninstall(fresh_process, python, site_packages, fake_mmcv):

@@ -30,6 +30,8 @@ find_on_path = importlib.machinery.PathFinder.find_spec
 def without_extension(name, path=None, target=None):
     return None if name == "mmcv._ext" else find_on_path(name, path, target)
 importlib.machinery.PathFinder.find_spec = without_extension
+real_listdir = os.listdir
+os.listdir = lambda folder=".": [name for name in real_listdir(folder) if not name.startswith("_ext.")]
 
 real_version = importlib.metadata.version
 def version(name):
