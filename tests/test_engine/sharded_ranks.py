@@ -1,4 +1,4 @@
-"""One of two ranks that hold conditioned models in shards and train them for two steps, in float64.
+"""One of two ranks that hold conditioned and DARK models in shards and train them for two steps, in float64.
 
 Started by torchrun with the file that rank 0 writes.
 """
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmspectral import condition
 from mmspectral.layers import fold, refresh_corrections
 from mmspectral.models import backbones
+from mmspectral.models.dark_sites import feature_kernels
 
 CONDITIONINGS = {
     "identity": dict(type="IdentityCorrection", scale=0.5),
@@ -32,11 +33,12 @@ CONDITIONINGS = {
     "orthogonal init": dict(type="OrthogonalInit"),
 }
 FULLY_SHARD, OLDER = "fully_shard", "FullyShardedDataParallel"
-# All families, on one of them all conditionings, and a layer of torch's own.
+# All families, on one of them all conditionings, DARK also in the older way, and a layer of torch's own.
 CASES = {
     **{(family, name, FULLY_SHARD): CONDITIONINGS[name] for family in FAMILIES for name in ("identity", "stored svd")},
     **{("SpectralViT", name, FULLY_SHARD): conditioning for name, conditioning in CONDITIONINGS.items()},
     **{("SpectralViT", name, OLDER): conditioning for name, conditioning in CONDITIONINGS.items()},
+    ("DarkViT", "identity", OLDER): CONDITIONINGS["identity"],
     ("nn.MultiheadAttention", "identity", FULLY_SHARD): CONDITIONINGS["identity"],
 }
 
@@ -77,10 +79,12 @@ def shard(model, how, mesh):
 
 
 def train(model, images_of_rank):
-    """Take two steps on the same four images in total; C is found anew before the first."""
+    """Take two steps on the same four images in total; C is found anew before the first, w drawn before the second."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         refresh_corrections(model, updates=step)
+        for kernel in feature_kernels(model).values():
+            kernel.redraw(step)
         images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         outputs = model(images[images_of_rank])
         sum(out.square().mean() for out in tensors(outputs if isinstance(outputs, tuple) else (outputs,))).backward()

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DATA = Path(__file__).resolve().parents[1] / "data" / "toy_faults"
 # See tests/README.md.
 FAULTS = {
@@ -12,15 +14,21 @@ FAULTS = {
     "step": "kill -9 of a Mask R-CNN during a training step | resumed, equal bit for bit",
 }
 EPOCHS = 3
+# The hooks of each besides the one that kills. An epoch is three iterations: w is drawn anew inside epochs and between.
+MODELS = {
+    "quickstart/mask-rcnn_spectral-xcit-d128-p8_fpn_shapes.py": [],
+    "dark/mask-rcnn_dark-vit-d128-p8_fpn_shapes.py": [dict(type="mmspectral.FeatureRedrawHook", interval=2)],
+}
 
 
-@pytest.fixture
-def config(quickstart_config, tmp_path):
+@pytest.fixture(params=MODELS)
+def config(request, tmp_path):
     path = tmp_path / "killed.py"
+    hooks = [dict(type="mmengine.Doom"), *MODELS[request.param]]
     path.write_text(
-        f"_base_ = {str(quickstart_config)!r}\n"
+        f"_base_ = {str(CONFIGS / request.param)!r}\n"
         "custom_imports = dict(imports=['toy_faults'])\n"
-        "custom_hooks = [dict(type='mmengine.Doom')]\n"
+        f"custom_hooks = {hooks}\n"
         "default_hooks = dict(logger=dict(interval=1))\n"
         "randomness = dict(deterministic=True)\n"
     )
@@ -54,4 +62,6 @@ def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(
         assert sorted(path.name for path in resumed.glob("*.pth")) == [f"epoch_{number}.pth" for number in saved]
     status, log = train(resumed, "--resume")
     assert status == 0, log
+    weights = torch.load(straight / f"epoch_{EPOCHS}.pth", weights_only=False)["state_dict"]
+    assert all(counter == 4 for name, counter in weights.items() if name.endswith("kernel.redraws"))
     assert_same_run(straight, resumed, f"epoch_{EPOCHS}.pth")

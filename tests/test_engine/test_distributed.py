@@ -80,7 +80,11 @@ def test_recomputed_blocks_on_two_ranks(tmp_path):
     assert status == 0, output
     first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
     families = {family for family, _, _ in first}
-    assert families == {f"Spectral{name}" for name in ("XCiT", "Swin", "DaViT", "ViT", "DeiT")}
+    assert families == {
+        *(f"Spectral{name}" for name in ("XCiT", "Swin", "DaViT", "ViT", "DeiT")),
+        "DarkViT",
+        "DarkSwin",
+    }
     for family in families:
         expected = first[family, False, False]
         assert all(any(iteration[name].any() for iteration in expected) for name in expected[0]), family

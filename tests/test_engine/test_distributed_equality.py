@@ -13,7 +13,10 @@ from mmspectral.engine.runner.launch import enable_lr_scaling, launch_run, set_r
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = [ROOT / "tests" / "test_engine", ROOT / "tests" / "data" / "checkpointed_ranks"]
-REFRESHING_HOOKS = [dict(type="mmspectral.CorrectionRefreshHook")]
+REFRESHING_HOOKS = [
+    dict(type="mmspectral.CorrectionRefreshHook"),
+    dict(type="mmspectral.FeatureRedrawHook", interval=1),
+]
 UPDATES = 4
 
 
@@ -88,8 +91,11 @@ def test_ranks_are_equal_bit_for_bit(two_ranks):
         assert first[moment].keys() == second[moment].keys()
         for name, tensor in first[moment].items():
             assert torch.equal(tensor, second[moment][name]), (moment, name)
-    buffers = [name for name in first["end"] if name.endswith("correction")]
-    assert buffers and not any(torch.equal(first["start"][name], first["end"][name]) for name in buffers)
+    for ending in ("correction", "kernel.w"):
+        buffers = [name for name in first["end"] if name.endswith(ending)]
+        assert buffers and not any(torch.equal(first["start"][name], first["end"][name]) for name in buffers)
+    redraws = [tensor for name, tensor in first["end"].items() if name.endswith("redraws")]
+    assert redraws and all(counter == UPDATES - 1 for counter in redraws)
 
 
 def test_two_ranks_end_like_one_that_takes_the_total_batch_at_once(two_ranks, tmp_path):
@@ -98,7 +104,8 @@ def test_two_ranks_end_like_one_that_takes_the_total_batch_at_once(two_ranks, tm
     assert one["learning_rates"] == pytest.approx([0.2, 0.2, 0.2, 0.02])
     assert_close(ours["start"], one["start"])
     assert_close(ours["end"], one["end"])
-    moved = [(one["end"][name] - start).abs().max() for name, start in one["start"].items() if name.endswith("weight")]
+    trained = [name for name in one["start"] if name.endswith(("weight", "kernel.M", "kernel.shift"))]
+    moved = [(one["end"][name] - one["start"][name]).abs().max() for name in trained]
     assert min(moved) > 0 and max(moved) > 0.01, "the comparison would see a step of another size"
 
 

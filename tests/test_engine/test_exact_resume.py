@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment and resumed end like an uninterrupted one."""
+"""Runs that are killed at any moment and resumed end like an uninterrupted one, with DARK attention and its redraws."""
 
 import json
 import random
@@ -59,6 +59,8 @@ def straight(train, tmp_path_factory):
     work_dir = tmp_path_factory.mktemp("straight")
     status, log = train(work_dir)
     assert status == 0, log
+    state = torch.load(work_dir / "epoch_4.pth", weights_only=False)["state_dict"]
+    assert state["backbone.layers.1.attn.kernel.redraws"] == 7
     return work_dir
 
 

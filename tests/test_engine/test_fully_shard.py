@@ -1,4 +1,4 @@
-"""Conditioned models in shards: torch's fully_shard on two gloo ranks, and the config for mmengine's FSDPStrategy."""
+"""Conditioned and DARK models in shards: torch's fully_shard on two gloo ranks, and a config for FSDPStrategy."""
 
 import re
 import sys
@@ -46,6 +46,16 @@ def test_stored_corrections_were_found_anew(cases):
         stored = [name for name in found.get("plain", ()) if name.endswith("correction")]
         assert bool(stored) == ("stored" in case[1] and "error" not in found)
         assert not any(torch.equal(found["gathered"][name], found["start"][name]) for name in stored)
+
+
+@pytest.mark.slow
+def test_random_features_were_drawn_anew(cases):
+    drawn = {case: found["gathered"] for case, found in cases.items() if case[0].startswith("Dark")}
+    assert len(drawn) == 5
+    for case, gathered in drawn.items():
+        draws = [name for name in gathered if name.endswith("kernel.w")]
+        assert draws and not any(torch.equal(gathered[name], cases[case]["start"][name]) for name in draws)
+        assert all(counter == 1 for name, counter in gathered.items() if name.endswith("redraws"))
 
 
 @pytest.mark.slow

@@ -15,12 +15,15 @@ from mmspectral.models import backbones
 IDENTITY = dict(type="IdentityCorrection", scale=0.5)
 STAGES = dict(arch=dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2]), out_indices=(0, 1))
 BLOCKS = dict(arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32), img_size=32)
+DARK = dict(kernel=dict(type="dark", num_features=16, proposal="sharp", shift="learned"))
 FAMILIES = dict(
     SpectralXCiT=dict(arch=dict(embed_dims=16, depth=2, num_heads=2), patch_size=8, out_type="featmap"),
     SpectralSwin=dict(STAGES, window_size=4),
     SpectralDaViT=STAGES,
     SpectralViT=dict(BLOCKS, out_type="featmap", out_indices=(0, 1)),
     SpectralDeiT=dict(BLOCKS, distillation=True),
+    DarkViT=dict(BLOCKS, **DARK, out_type="featmap", out_indices=(0, 1)),
+    DarkSwin=dict(STAGES, **DARK),
 )
 
 

@@ -1,4 +1,7 @@
-"""Everything that a resumed run could forget: dropout, augmentation in workers, EMA, stored corrections, schedules."""
+"""Everything that a resumed run could forget: dropout, augmentation in workers, EMA, stored corrections, schedules.
+
+And random features: drawn anew before iterations 2, 4, .. of 16, thus within each epoch of four and between epochs.
+"""
 
 custom_imports = dict(imports=["toy_classification", "toy_faults"])
 default_scope = "mmpretrain"
@@ -7,12 +10,13 @@ model = dict(
     type="ImageClassifier",
     data_preprocessor=dict(type="ClsDataPreprocessor", mean=[127.5] * 3, std=[127.5] * 3, to_rgb=True),
     backbone=dict(
-        type="mmspectral.SpectralViT",
+        type="mmspectral.DarkViT",
         arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32),
         img_size=32,
         patch_size=16,
         drop_rate=0.1,
         drop_path_rate=0.1,
+        kernel=dict(type="dark", num_features=16, proposal="sharp", shift="learned"),
         conditioning=dict(type="SVDCorrection", interval=3),
     ),
     head=dict(type="VisionTransformerClsHead", num_classes=2, in_channels=16),
@@ -53,6 +57,7 @@ default_hooks = dict(
 custom_hooks = [
     dict(type="Doom"),
     dict(type="mmspectral.CorrectionRefreshHook"),
+    dict(type="mmspectral.FeatureRedrawHook", interval=2),
     dict(type="EMAHook", momentum=0.3),
 ]
 randomness = dict(seed=0, deterministic=True)
