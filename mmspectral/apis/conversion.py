@@ -64,8 +64,8 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
 
     Raises:
         UsageError: The names are of no known code base, the family has no such
-            naming, or other code would drop a correction; ``target`` is there
-            and ``force`` is False.
+            naming, or other code would drop a correction or DARK attention;
+            ``target`` is there and ``force`` is False.
     """
     loaded = read_checkpoint(source)
     weights = find_weights(loaded, source)
@@ -85,6 +85,12 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
             raise UsageError(
                 f"{source}: {len(corrected)} weights, such as {corrected[0]}, have a correction that code with {to} "
                 "names does not know. Fold the file first: tools/model_converters/fold.py."
+            )
+        features = [name for name in state if ".kernel." in name]
+        if features:
+            raise UsageError(
+                f"{source}: {len(features)} tensors, such as {features[0]}, are of DARK attention, which code with "
+                f"{to} names does not have; it would compute softmax attention with weights trained without it."
             )
         rest = heads | {name: tensor for name, tensor in outside.items() if name.startswith("head.")}
         wanted = naming_of(found, to)

@@ -176,6 +176,16 @@ def test_a_correction_does_not_get_lost_on_the_way_to_other_code(tmp_path):
     assert sum(METADATA_KEY in entry for entry in notes.values()) == 3
 
 
+@pytest.mark.parametrize("to", ["timm", "official"])
+def test_random_features_do_not_get_lost_on_the_way_to_other_code(to, tmp_path):
+    backbone = dict(type="mmspectral.DarkSwin", arch=TINY, kernel=dict(type="dark", num_features=8))
+    source = save(MODELS.build(backbone), tmp_path / "dark.pth")
+    with pytest.raises(UsageError, match=rf"tensors, such as stages\..*DARK attention, which code with {to} names"):
+        convert(source, tmp_path / "other.pth", to)
+    convert(source, tmp_path / "mmpretrain.pth", "mmpretrain")
+    assert not (tmp_path / "other.pth").exists() and (tmp_path / "mmpretrain.pth").exists()
+
+
 def test_what_is_refused(tmp_path, monkeypatch):
     source = save(classifier(), tmp_path / "ours.pth")
     before = (tmp_path / "ours.pth").read_bytes()
