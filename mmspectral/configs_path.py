@@ -49,11 +49,14 @@ def config_path(name: str) -> str:
 def register_with_mmengine() -> None:
     """Let mmengine resolve ``_base_ = 'mmspectral::...'``.
 
-    mmengine accepts only the packages in its own map, so ours is added to it.
-    Does nothing where mmengine is not installed.
+    mmengine accepts only the packages in its own map, so ours is added to it,
+    by the name of a module of ours: mmengine 0.10.7 looks for a name that is an
+    installed distribution in site-packages, where an editable install has
+    nothing, and for any other beside the module of that name. Does nothing
+    where mmengine is not installed.
     """
     if importlib.util.find_spec("mmengine") is None:
         return
     from mmengine.config.utils import MODULE2PACKAGE
 
-    MODULE2PACKAGE.setdefault("mmspectral", "mmspectral")
+    MODULE2PACKAGE.setdefault("mmspectral", "mmspectral.version")

@@ -168,6 +168,16 @@ def test_means_the_same_through_the_package_name(name, tmp_path):
         everything_but_the_model_builds(cfg)
 
 
+def test_the_package_name_needs_no_package_beside_its_metadata(run_command, tmp_path):
+    """An editable install has its metadata in site-packages and nothing else there."""
+    metadata = tmp_path / "mmspectral-9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: mmspectral\nVersion: 9\n")
+    (tmp_path / "child.py").write_text(f"_base_ = 'mmspectral::{TEMPLATE}'\n")
+    code = "import mmspectral, mmengine; print('type', mmengine.Config.fromfile('child.py').model.backbone.type)"
+    assert "type mmspectral.SpectralXCiT\n" in run_command(sys.executable, "-c", code, cwd=tmp_path)
+
+
 def everything_but_the_model_builds(cfg):
     """Pipelines, samplers, schedulers and hooks, also with the scope that ``mmspectral::`` stamps on them."""
     init_default_scope(cfg.default_scope)
