@@ -181,6 +181,28 @@ def test_one_class_written_without_a_comma(coco_content, coco_config):
     assert "classes is the string 'cat'" in error
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(metainfo=dict(classes=0)), "classes is 0; it must be a tuple of names"),
+        (dict(ann_file=None), "ann_file is None; it must be a path"),
+        (
+            dict(data_prefix=dict(img_path="")),
+            "data_prefix is {'img_path': ''}; it must be a dict of paths with the key",
+        ),
+        (dict(filter_cfg=1), "filter_cfg is 1; it must be a dict"),
+        (dict(filter_cfg=dict(min_size=None)), "min_size is None; it must be a number of pixels"),
+        (dict(filter_cfg=dict(min_size=10**400)), "it must be a number of pixels"),
+        (dict(indices="all"), "indices is 'all'; it must be a number of images or their indices"),
+    ],
+)
+def test_settings_of_another_kind(coco_content, coco_config, settings, message):
+    cfg = coco_config(coco_content).to_dict()
+    cfg["train_dataloader"]["dataset"].update(settings)
+    (error,) = check_dataset(Config(cfg)).all_errors
+    assert message in error
+
+
 def test_heads_for_another_number_of_classes(coco_content, coco_config):
     errors = check_dataset(coco_config(coco_content, num_classes=40)).all_errors
     assert [text.partition(" ")[0] for text in errors] == [

@@ -101,10 +101,23 @@ def test_files_of_any_text(text, coco_config):
         assert check_dataset(coco_config(text)).all_errors
 
 
-@budget(60)
-@given(data=st.data())
-def test_configs(data, coco_content, coco_config):
-    """Whatever stands in a config, the check ends with a report."""
-    plain = coco_config(coco_content, coco_content).to_dict()
+def any_damage_ends_with_a_report(plain, data):
     report = check_dataset(Config(damage(plain, data, JUNK.filter(lambda value: value != "\ud800"))))
     assert str(report)
+
+
+@budget(300)
+@given(data=st.data())
+def test_configs_of_detectors(data, coco_content, coco_config):
+    any_damage_ends_with_a_report(coco_config(coco_content, coco_content).to_dict(), data)
+
+
+@budget(150)
+@given(data=st.data())
+def test_configs_of_classifiers(data, image_folder):
+    dataset = dict(type="CustomDataset", data_prefix=dict(img_path=str(image_folder.parent)), pipeline=[])
+    dataset.update(ann_file="", metainfo=dict(classes=["ant"]), with_label=True, indices=[0], filter_cfg=dict(a=1))
+    model = dict(type="ImageClassifier", head=dict(type="LinearClsHead", num_classes=1))
+    repeated = dict(type="RepeatDataset", dataset=dataset)
+    loaders = dict(train_dataloader=dict(dataset=dataset), val_dataloader=dict(dataset=repeated))
+    any_damage_ends_with_a_report(dict(default_scope="mmpretrain", model=model, **loaders), data)

@@ -13,10 +13,13 @@ from mmspectral.engine.dataset_check.files import check_overlap
 from mmspectral.engine.dataset_check.folders import check_folders, check_list
 from mmspectral.engine.dataset_check.heads import check_heads
 from mmspectral.engine.dataset_check.report import DatasetReport, SplitReport
+from mmspectral.engine.dataset_check.settings import wrong_classes, wrong_settings
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.registry import DATASETS
 
 SPLITS = ("train", "val", "test")
+# Datasets whose files are checked, and under which key they have the folder of their images.
+_IMAGES = {"mmdet.CocoDataset": "img", "mmpretrain.CustomDataset": "img_path"}
 _READING = ("load_data_list", "parse_data_info")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -93,19 +96,21 @@ def _check_split(name: str, settings: Mapping, cfg: Config) -> SplitReport:
         report.warnings.append(f"It is not checked, as it cannot be built with lazy_init=True: {error}")
         return report
     classes = getattr(dataset, "metainfo", {}).get("classes")
-    if isinstance(classes, str):
-        report.errors.append(f"classes is the string {classes!r}; write metainfo=dict(classes=({classes!r},)).")
+    report.errors += wrong_classes(classes)
+    if report.errors:
         return report
     report.classes = None if classes is None else tuple(classes)
     report.open_vocabulary = bool(getattr(dataset, "return_classes", False))
     kinds = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(dataset).__mro__}
+    kind = next((kind for kind in _IMAGES if _reads_as(dataset, kind)), None)
     if (getattr(dataset, "backend_args", None) or {}).get("backend", "local") != "local":
         report.warnings.append("Only its classes are checked, as its files do not lie on this machine.")
-    elif _reads_as(dataset, "mmdet.CocoDataset") and report.classes is not None:
+    elif kind and (wrong := wrong_settings(dataset, _IMAGES[kind])):
+        report.errors += wrong
+    elif kind == "mmdet.CocoDataset" and report.classes is not None:
         report.source = dataset.ann_file
-        folder = dataset.data_prefix.get("img") or ""
-        check_coco(report, dataset.ann_file, folder, _coco_use(dataset, settings))
-    elif _reads_as(dataset, "mmpretrain.CustomDataset"):
+        check_coco(report, dataset.ann_file, dataset.data_prefix["img"], _coco_use(dataset, settings))
+    elif kind == "mmpretrain.CustomDataset":
         report.source = dataset.ann_file or dataset.img_prefix
         if dataset.ann_file:
             check_list(report, dataset.ann_file, dataset.img_prefix, dataset.with_label)
