@@ -73,6 +73,12 @@ def test_errors(coco_content, coco_config, part, values, message):
     assert any(message in text for text in report.all_errors), report
 
 
+def test_entries_are_shown_short(coco_content, coco_config):
+    coco_content["images"].insert(0, 10**400)
+    text = check_dataset(coco_config(coco_content)).all_errors[0]
+    assert "1 images have no id (such as 10000" in text and len(text) < 200
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 300), (90, 61)])
 def test_compressed_run_lengths_are_read_as_pycocotools_writes_them(shape):
     rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ class Tally:
 
 
 def _shown(where: object) -> str:
-    text = repr(where) if not isinstance(where, int) else f"{where:.6g}" if abs(where) > 1e15 else str(where)
+    text = repr(where)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
