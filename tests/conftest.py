@@ -33,6 +33,14 @@ def default_scope_of_its_own(monkeypatch):
     monkeypatch.setattr(DefaultScope, "_instance_dict", OrderedDict())
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """torch.compile gives up on a function that it compiled too often, in whichever test."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
 @pytest.fixture(scope="session")
 def run_command():
     """Return a function that runs a command with this checkout on its path and fails the test if it fails."""

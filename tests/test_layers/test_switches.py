@@ -190,7 +190,6 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_plain_projection(cfg):
 
 @each([cfg for cfg in SWITCHES if "norm" not in cfg and cfg.get("gamma", 1.0) is not None])
 def test_training_compiles_without_a_graph_break(cfg):
-    torch._dynamo.reset()
     eager = Attention(cfg, "[heads][3][d]", torch.float32).qkv
     compiled = copy.deepcopy(eager)
     x = tokens(torch.float32)

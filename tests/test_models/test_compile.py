@@ -25,11 +25,6 @@ FAMILIES = {
 FAST = ("xcit/spectral-xcit-tiny-12-p16_8xb128_in1k.py", "dark/dark-vit-base-p16_ft-30e_16xb32_in1k-384px.py")
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before():
-    torch._dynamo.reset()
-
-
 def build(config):
     arch, channels = FAMILIES[config]
     cfg = read_config(f"mmspectral::{config}")
