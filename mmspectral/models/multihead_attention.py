@@ -8,7 +8,7 @@ from mmpretrain.models.utils import MultiheadAttention
 from torch import Tensor
 
 from mmspectral.models.fused_projection import condition_fused_projection
-from mmspectral.ops.precision import without_autocast
+from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
@@ -68,6 +68,5 @@ class SpectralMultiheadAttention(MultiheadAttention):
         B, N, _ = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dims)
         q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, h, N, d]
-        dtype = torch.promote_types(q.dtype, torch.float32)
         with without_autocast(q.device):
-            return self.scale * q.to(dtype) @ k.to(dtype).mT
+            return self.scale * at_least_float32(q) @ at_least_float32(k).mT
