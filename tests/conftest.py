@@ -41,6 +41,19 @@ def nothing_compiled_before():
         sys.modules["torch._dynamo"].reset()
 
 
+@pytest.fixture
+def loaders(monkeypatch):
+    """Restore mmengine's loaders and torch's switches after the test, which our tools set for the process."""
+    from mmengine.runner.checkpoint import CheckpointLoader
+
+    from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
+
+    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    for name in (FORCE_SAFE, FORCE_UNSAFE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def run_command():
     """Return a function that runs a command with this checkout on its path and fails the test if it fails."""

@@ -16,14 +16,12 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
-from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.analysis.conditioning_history import kappa_history
 from mmspectral.analysis.conditioning_report import Subject, collect_report
 from mmspectral.analysis.jacobian import JacobianSettings, head_jacobian, xca_temperature
 from mmspectral.analysis.model_states import build_model, measure, scopes, stock_twin
 from mmspectral.analysis.report_html import format_number, render_report
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.layers import probe_tokens, saturation
 from mmspectral.models import SpectralXCA
@@ -301,13 +299,9 @@ def test_page_refers_to_nothing_outside_itself(report):
         (["--jacobian-tokens", "1"], "the Jacobian needs at least two tokens"),
     ],
 )
-def test_command_line_names_what_is_wrong(run, monkeypatch, capsys, arguments, message):
+def test_command_line_names_what_is_wrong(run, loaders, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(run[0].parent)
     monkeypatch.syspath_prepend(TOY)
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):  # so that what the tool sets is undone
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "conditioned.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(SCRIPT), run_name="__main__")

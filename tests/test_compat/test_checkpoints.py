@@ -10,7 +10,6 @@ import pytest
 import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import load_checkpoint
-from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoints import (
     FORCE_SAFE,
@@ -31,15 +30,6 @@ class Reduced:
 
     def __reduce__(self):
         return self.call
-
-
-@pytest.fixture
-def loaders(monkeypatch):
-    """Restore mmengine's loaders and torch's switches after the test."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

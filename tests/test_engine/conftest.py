@@ -14,9 +14,16 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mmspectral.compat.checkpoints import use_safe_loading
 from mmspectral.models import SpectralXCiT
 
 ARCH = dict(embed_dims=16, depth=3, num_heads=2, cls_attn_layers=1)
+
+
+@pytest.fixture
+def safe_loading(loaders):
+    """Load as our tools do."""
+    use_safe_loading()
 
 
 class TinyClassifier(BaseModel):

@@ -19,12 +19,11 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE, UnsafeCheckpointError, use_safe_loading
+from mmspectral.compat.checkpoints import UnsafeCheckpointError
 from mmspectral.engine.checkpoint_backend import AtomicBackend, FileWriteError
 from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
 from mmspectral.engine.runner.config import UsageError
@@ -43,16 +42,6 @@ FAULTS = {
     "foreign": "`--resume` from weights, an archive or code | refused by name, nothing overwritten",
 }
 RUN = dict(meta=dict(epoch=1, iter=4, seed=7), message_hub=dict(), state_dict=dict(weight=torch.arange(1000.0)))
-
-
-@pytest.fixture
-def safe_loading(monkeypatch):
-    """Load as our tools do; restore mmengine's loaders and torch's switches after the test."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    use_safe_loading()
 
 
 @pytest.fixture

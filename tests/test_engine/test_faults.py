@@ -15,16 +15,12 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import worker_init_fn
 from mmengine.model import BaseModule
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch.utils.data import DataLoader
 
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import (
-    FORCE_SAFE,
-    FORCE_UNSAFE,
     DamagedCheckpointError,
     load_from_local,
-    use_safe_loading,
 )
 from mmspectral.engine.hooks.epoch_seed import seed_worker
 from mmspectral.engine.runner.config import UsageError
@@ -131,13 +127,8 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(tmp_path, rec
 
 
 @pytest.mark.parametrize("fault", ["truncated weights", "flipped bit"])
-def test_damaged_weights_are_named(tmp_path, monkeypatch, record_property, fault):
+def test_damaged_weights_are_named(tmp_path, safe_loading, record_property, fault):
     """Also those of a model that is not ours."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    use_safe_loading()
     path = tmp_path / "weights.pth"
     torch.save(dict(state_dict=torch.nn.Linear(64, 64).state_dict()), path)
     load_from_local(str(path))

@@ -2,24 +2,12 @@
 
 import json
 
-import pytest
 import torch
 from mmengine.optim import OptimWrapper
-from mmengine.runner.checkpoint import CheckpointLoader
 
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE, SAFE_GLOBALS, use_safe_loading
+from mmspectral.compat.checkpoints import SAFE_GLOBALS
 
 SVD = dict(type="SVDCorrection", interval=3)
-
-
-@pytest.fixture
-def safe_loading(monkeypatch):
-    """Load as our tools do; restore mmengine's loaders and torch's switches after the test."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    use_safe_loading()
 
 
 def hooks():

@@ -11,11 +11,9 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
-from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.analysis.calibration_images import calibration_batches, see
 from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint, checkpoint_inputs
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.models.dark_sites import feature_kernels
 from mmspectral.ops.random_features import draw_projection
@@ -27,12 +25,7 @@ DARK = dict(type="dark", num_features=12, proposal="sharp", shift="fixed", seed=
 
 
 @pytest.fixture(autouse=True)
-def isolated(monkeypatch):
-    """Undo that the tool switches this process to safe loading."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def toy_model(monkeypatch, loaders):
     monkeypatch.syspath_prepend(TOY)
 
 

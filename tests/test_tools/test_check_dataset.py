@@ -4,22 +4,17 @@ import runpy
 from pathlib import Path
 
 import pytest
-from mmengine.runner.checkpoint import CheckpointLoader
-
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture
-def run(toy_config, tmp_path, monkeypatch, capsys):
+def run(toy_config, tmp_path, monkeypatch, capsys, loaders):
     """Return a function that runs a tool on the toy classifier and returns its exit status and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(toy_config).parent)
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE, "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.delenv("LOCAL_RANK")
 
     def run(tool, *options):
         monkeypatch.setattr("sys.argv", [tool, toy_config, *options])

@@ -11,10 +11,9 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
-from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.apis.conversion import convert, fold_file, publish, unfold_file
-from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
+from mmspectral.compat.checkpoints import FORCE_UNSAFE
 from mmspectral.engine.runner.config import UsageError
 from mmspectral.layers import METADATA_KEY
 from mmspectral.models.backbones import SpectralSwin, SpectralXCiT
@@ -29,13 +28,7 @@ IDENTITY = dict(type="IdentityCorrection", scale=0.5)
 SVD = dict(type="SVDCorrection", interval=4)
 
 
-@pytest.fixture(autouse=True)
-def isolated(monkeypatch):
-    """Undo that the converters switch this process to safe loading."""
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("loaders")
 
 
 def classifier(conditioning=None):

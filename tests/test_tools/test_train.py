@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.config import UsageError, add_run_arguments, host_package, read_config, set_loading
@@ -29,12 +28,11 @@ def scalars(work_dir):
 
 
 @pytest.fixture
-def isolated(toy_config, tmp_path, monkeypatch):
+def isolated(toy_config, tmp_path, monkeypatch, loaders):
     """Work in an empty folder, and undo what a tool sets in its process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(toy_config).parent)
-    monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
-    for name in (FORCE_SAFE, FORCE_UNSAFE, "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
