@@ -18,10 +18,10 @@ from torch import nn
 
 import mmspectral
 from mmspectral import layers
+from mmspectral.checkpoints.load import LoadReport, load_backbone
 from mmspectral.compat.checkpoints import DamagedCheckpointError, UnsafeCheckpointError
-from mmspectral.layers.conditioning import condition_linear
+from mmspectral.layers.surgery import condition_linear
 from mmspectral.models.backbones import SpectralDaViT, SpectralSwin, SpectralViT, SpectralXCiT
-from mmspectral.models.checkpoints import LoadReport, load_backbone
 
 PACKAGE = Path(mmspectral.__file__).parent
 OURS = (ValueError, TypeError, KeyError, FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError)

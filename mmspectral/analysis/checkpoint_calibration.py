@@ -18,9 +18,9 @@ from mmspectral.analysis.model_calibration import (
     calibrate_model,
     gather_inputs,
 )
-from mmspectral.engine.runner.config import UsageError
-from mmspectral.models.checkpoint_files import Weights, read_checkpoint, write_checkpoint
-from mmspectral.models.checkpoints import fit_to_model
+from mmspectral.checkpoints.files import Weights, read_checkpoint, write_checkpoint
+from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.errors import UsageError
 
 
 def calibrate_checkpoint(

@@ -25,7 +25,7 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-from mmspectral.ops.linear_attention_causal import CHUNK
+from mmspectral.ops.random_features.causal import CHUNK
 
 
 @dataclass(frozen=True)

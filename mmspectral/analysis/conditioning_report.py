@@ -12,8 +12,8 @@ from mmspectral.analysis.conditioning_history import kappa_history
 from mmspectral.analysis.jacobian import JacobianSettings
 from mmspectral.analysis.model_states import ModelState, build_model, jacobian_layers, measure, scopes, stock_twin
 from mmspectral.analysis.report_html import ReportData
-from mmspectral.engine.runner.config import UsageError
-from mmspectral.models.checkpoints import load_backbone
+from mmspectral.checkpoints.load import load_backbone
+from mmspectral.errors import UsageError
 from mmspectral.version import __version__
 
 

@@ -24,9 +24,9 @@ from mmspectral.analysis.dark_geometry import (
     effective_rank,
     query_key_moments,
 )
-from mmspectral.ops.attention_baselines import softmax_attention
-from mmspectral.ops.linear_attention import linear_attention
-from mmspectral.ops.random_features import draw_projection
+from mmspectral.ops.random_features.attention import linear_attention
+from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features.features import draw_projection
 
 SCALES = (0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4)  # s
 STRENGTHS = (0.0, 0.3, 1.0, 3.0, 10.0)  # a

@@ -1,6 +1,6 @@
 """What attention over random features takes from data, per head: M, a proposal and a shift of the keys.
 
-Shape legend as in :mod:`mmspectral.ops.random_features`.
+Shape legend as in :mod:`mmspectral.ops.random_features.features`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmspectral.ops.random_features import Features, Proposal, fold_features, sharp_proposal
+from mmspectral.ops.random_features.features import Features, Proposal, fold_features, sharp_proposal
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Geometry:
     shift: Tensor | None = None
 
     def features(self, w: Tensor, scale: float | None = None) -> Features:
-        """Fold a draw w [m, r] of :func:`~mmspectral.ops.random_features.draw_projection`."""
+        """Fold a draw w [m, r] of :func:`~mmspectral.ops.random_features.features.draw_projection`."""
         return fold_features(w, self.M, self.M.shape[-1], scale, self.shift, self.proposal, orthogonal=True)
 
 

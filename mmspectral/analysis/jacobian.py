@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from mmspectral import ops
 from mmspectral.layers import probe_tokens
-from mmspectral.models.attention import SpectralXCA
-from mmspectral.ops.jacobian import (
+from mmspectral.models.attention.xca import SpectralXCA
+from mmspectral.ops.conditioning.jacobian import (
     EffectiveCondition,
     JacobianBound,
     attention_jacobian,

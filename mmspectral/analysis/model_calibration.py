@@ -23,9 +23,9 @@ from mmspectral.analysis.dark_calibration import DRAWS_OF_NO_LAYER, CalibratedGe
 from mmspectral.analysis.dark_geometry import query_key_moments
 from mmspectral.layers import RandomFeatureKernel
 from mmspectral.models.dark_sites import feature_kernels
-from mmspectral.ops.attention_baselines import softmax_attention
-from mmspectral.ops.linear_attention import linear_attention
-from mmspectral.ops.random_features import draw_projection, theorem_3_2_proposal
+from mmspectral.ops.random_features.attention import linear_attention
+from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from mmengine.config import Config
 from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
+from mmspectral.checkpoints.files import read_checkpoint
+from mmspectral.checkpoints.load import fit_to_model
 from mmspectral.engine.runner.testing import innermost_dataset
-from mmspectral.models.checkpoint_files import read_checkpoint
-from mmspectral.models.checkpoints import fit_to_model
 
 
 class ClassificationPredictor:

@@ -9,9 +9,9 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.apis.coco_ids import category_ids, read_annotations
+from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.datasets.coco_ids import category_ids, read_annotations
 from mmspectral.engine.runner.testing import innermost_dataset
-from mmspectral.models.checkpoints import fit_to_model
 
 
 class _Inferencer(DetInferencer):

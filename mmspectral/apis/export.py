@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
+from mmspectral.checkpoints.files import read_checkpoint
+from mmspectral.checkpoints.load import fit_to_model
 from mmspectral.compat.atomic_write import write_atomically
-from mmspectral.engine.runner.config import UsageError, host_package
+from mmspectral.engine.runner.config import host_package
+from mmspectral.errors import UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralViT
-from mmspectral.models.checkpoint_files import read_checkpoint
-from mmspectral.models.checkpoints import fit_to_model
 
 SUFFIXES = {"onnx": ".onnx", "exported-program": ".pt2"}
 PARTS = ("model", "backbone")

@@ -17,8 +17,9 @@ from mmengine.registry import DefaultScope
 from rich.progress import track
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from mmspectral.apis.coco_ids import image_ids, read_annotations
-from mmspectral.engine.runner.config import UsageError, host_package
+from mmspectral.datasets.coco_ids import image_ids, read_annotations
+from mmspectral.engine.runner.config import host_package
+from mmspectral.errors import UsageError
 
 
 @dataclass
@@ -91,7 +92,7 @@ def predict(
         score_thr: Least score of what is drawn; the JSON files hold everything.
         pictures: Whether to draw.
         ann_file: COCO annotation file with the ids of images and categories.
-            See :mod:`mmspectral.apis.coco_ids` for those without.
+            See :mod:`mmspectral.datasets.coco_ids` for those without.
 
     Raises:
         UsageError: An image or a class is not in ``ann_file``, or the model is

@@ -1,8 +1,14 @@
 """Floor 2: ``nn.Module``s and what acts on them; needs torch and no OpenMMLab."""
 
-from mmspectral.layers.attention_kernels import build_kernel
 from mmspectral.layers.base import Conditioning, build_conditioning, register_conditioning
-from mmspectral.layers.conditioning import (
+from mmspectral.layers.corrections import Correction, IdentityCorrection
+from mmspectral.layers.dark import DarkAttention
+from mmspectral.layers.derived import DerivedCorrection, PolarCorrection, SVDCorrection
+from mmspectral.layers.kernels import build_kernel
+from mmspectral.layers.projection import METADATA_KEY, ConditionedLinear
+from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
+from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
+from mmspectral.layers.surgery import (
     Sites,
     condition_linear,
     conditioned_projections,
@@ -13,12 +19,6 @@ from mmspectral.layers.conditioning import (
     stored_corrections,
     unfold,
 )
-from mmspectral.layers.corrections import Correction, IdentityCorrection
-from mmspectral.layers.dark import DarkAttention
-from mmspectral.layers.derived import DerivedCorrection, PolarCorrection, SVDCorrection
-from mmspectral.layers.projections import METADATA_KEY, ConditionedLinear
-from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
-from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.layers.switches import OrthogonalInit, QKNorm, SigmaReparam, SpectralNorm, SwitchedLinear
 
 __all__ = [

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmspectral.layers import conditioning as linear_sites
+from mmspectral.layers import surgery as linear_sites
 from mmspectral.layers.base import Conditioning, build_conditioning
 from mmspectral.layers.corrections import Correction
-from mmspectral.layers.finding import Site, find_sites
 from mmspectral.layers.packed_attention import SEPARATE_WEIGHTS, ConditionedMultiheadAttention, weight_layouts
-from mmspectral.layers.projections import ConditionedLinear
+from mmspectral.layers.projection import ConditionedLinear
+from mmspectral.layers.sites import Site, find_sites
 from mmspectral.layers.weight_readers import WeightReadLinear, forget_readers, reads_attribute
 from mmspectral.ops import ProjectionLayout
 
@@ -51,7 +51,7 @@ def condition(
 
     Names and shapes of its parameters stay, and so do the parameters
     themselves: an optimizer built before goes on working. Which modules are
-    found is said in :mod:`mmspectral.layers.finding`; look at them first with
+    found is said in :mod:`mmspectral.layers.sites`; look at them first with
     ``print(condition(model, None, dry_run=True))``. Where one is wrong, the model
     is left as it was.
 
@@ -66,7 +66,7 @@ def condition(
         conditioning: What is done, such as ``dict(type='IdentityCorrection',
             scale=1.0)``; with None nothing is.
         include: Patterns of names such as ``"blocks.*.attn"``, see
-            :func:`mmspectral.layers.finding.find_sites`.
+            :func:`mmspectral.layers.sites.find_sites`.
         exclude: Patterns to leave out.
         layout: ``dict`` of ``num_heads``, ``row_order`` and ``roles`` for what the
             names do not tell.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmspectral import ops
 from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
-from mmspectral.layers.projections import ConditionedLinear
+from mmspectral.layers.projection import ConditionedLinear
 from mmspectral.ops import ProjectionLayout
 
 

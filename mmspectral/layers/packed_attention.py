@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmspectral.layers.corrections import Correction
-from mmspectral.layers.projections import METADATA_KEY
+from mmspectral.layers.projection import METADATA_KEY
 from mmspectral.ops import ProjectionLayout
 
 ROLES = ("q", "k", "v")

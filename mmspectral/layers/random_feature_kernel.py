@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mmspectral.ops.linear_attention import kernel_logits, linear_attention
-from mmspectral.ops.random_features import Features, Proposal, draw_projection, fold_features
+from mmspectral.ops.random_features.attention import kernel_logits, linear_attention
+from mmspectral.ops.random_features.features import Features, Proposal, draw_projection, fold_features
 
 SHARING = ("head", "layer", "model")
 PROPOSALS = ("sharp", "theorem_3_2")
@@ -39,7 +39,7 @@ class RandomFeatureKernel(nn.Module):
             the ``"model"``, see :func:`share_geometry`.
         rank: r; default d.
         proposal: None, or how calibration chooses what is drawn from: ``"sharp"``
-            or ``"theorem_3_2"``, see :mod:`mmspectral.ops.random_features`.
+            or ``"theorem_3_2"``, see :mod:`mmspectral.ops.random_features.features`.
         shift: None, or whether the shift of the keys is ``"fixed"`` or ``"learned"``.
         orthogonal: Whether w has orthogonal blocks.
         train_features: Whether w is a parameter, trained and never drawn again.
@@ -164,7 +164,7 @@ class RandomFeatureKernel(nn.Module):
         """Return the attention [B, h, N, e] of q [B, h, N, d] to k [B, H, L, d] and v [B, H, L, e].
 
         ``mask`` [B, L] is True for keys that may be seen; see
-        :func:`mmspectral.ops.linear_attention.linear_attention`.
+        :func:`mmspectral.ops.random_features.attention.linear_attention`.
         """
         return linear_attention(q, k, v, self.features(), mask, causal)
 

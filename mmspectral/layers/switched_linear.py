@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral.layers.base import Conditioning
-from mmspectral.layers.projections import METADATA_KEY
+from mmspectral.layers.projection import METADATA_KEY
 from mmspectral.ops import ProjectionLayout
 
 

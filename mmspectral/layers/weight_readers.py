@@ -17,7 +17,7 @@ import textwrap
 import torch
 from torch import Tensor, nn
 
-from mmspectral.layers.projections import ConditionedLinear
+from mmspectral.layers.projection import ConditionedLinear
 
 HARMLESS = ("bias", "in_features", "out_features")
 NOT_FORWARD = ("init", "reset", "load")  # in the name of a method: it writes weights, and W is what it must see

@@ -1,6 +1,10 @@
 """Floor 3: backbones, necks and attention layers registered under scope ``mmspectral``."""
 
-from mmspectral.models.attention import SpectralXCA
+from mmspectral.models.attention.channel import SpectralChannelAttention
+from mmspectral.models.attention.dark import DarkMultiheadAttention
+from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
+from mmspectral.models.attention.window import SpectralWindowMSA
+from mmspectral.models.attention.xca import SpectralXCA
 from mmspectral.models.backbones import (
     DarkDeiT,
     DarkSwin,
@@ -11,12 +15,8 @@ from mmspectral.models.backbones import (
     SpectralViT,
     SpectralXCiT,
 )
-from mmspectral.models.channel_attention import SpectralChannelAttention
 from mmspectral.models.conditioned_model import conditioned_model
-from mmspectral.models.dark_attention import DarkMultiheadAttention
-from mmspectral.models.multihead_attention import SpectralMultiheadAttention
 from mmspectral.models.necks import Feature2Pyramid
-from mmspectral.models.window_attention import SpectralWindowMSA
 
 __all__ = [
     "DarkDeiT",

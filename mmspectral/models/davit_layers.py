@@ -4,8 +4,8 @@ import torch
 from mmpretrain.models.backbones.davit import DaViTDownSample, DaViTWindowMSA
 from torch import Tensor, nn
 
+from mmspectral.models.attention.window import WindowAttention
 from mmspectral.models.fused_projection import condition_fused_projection
-from mmspectral.models.window_attention import WindowAttention
 
 
 class SpectralDaViTWindowMSA(WindowAttention, DaViTWindowMSA):

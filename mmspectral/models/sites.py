@@ -9,8 +9,8 @@ from mmengine.model.weight_init import PretrainedInit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmspectral.checkpoints.load import load_backbone
 from mmspectral.layers import attention_layers, build_conditioning, probe_tokens, replaced_projections, saturation
-from mmspectral.models.checkpoints import load_backbone
 
 SATURATED = 0.05  # of maximal entropy
 
@@ -22,7 +22,7 @@ class ConditionedBackbone:
     ``with_cp``, whether :meth:`run_block` recomputes blocks in the backward pass.
     Under ``init_cfg=dict(type='Pretrained', checkpoint=..., prefix=...)`` weights
     are first drawn from it, then loaded by
-    :func:`mmspectral.models.checkpoints.load_backbone`, whose other arguments
+    :func:`mmspectral.checkpoints.load.load_backbone`, whose other arguments
     (``trained_with_conditioning``, ``min_matched``) the dict may also hold.
     """
 

@@ -1,16 +1,7 @@
-"""Floor 1: pure functions of tensors, needing only torch; float64 twins in :mod:`mmspectral.ops.reference`."""
+"""Floor 1: pure functions of tensors, needing only torch; each has a float64 twin in a module ``reference``."""
 
-from mmspectral.ops.condition import condition_number, condition_number_of, singular_values
-from mmspectral.ops.cross_covariance import cross_covariance_attention, cross_covariance_logits
-from mmspectral.ops.layout import ROW_ORDERS, ProjectionLayout
-from mmspectral.ops.polar import (
-    optimal_quintic,
-    polar_correction,
-    polar_schedule,
-    spectral_norm_bound,
-    svd_correction,
-)
-from mmspectral.ops.spectral import (
+from mmspectral.ops.conditioning.condition_number import condition_number, condition_number_of, singular_values
+from mmspectral.ops.conditioning.identity import (
     SCOPES,
     add_identity,
     conditioned_linear,
@@ -21,6 +12,15 @@ from mmspectral.ops.spectral import (
     require_whole,
     split_projections,
 )
+from mmspectral.ops.conditioning.layout import ROW_ORDERS, ProjectionLayout
+from mmspectral.ops.conditioning.polar import (
+    optimal_quintic,
+    polar_correction,
+    polar_schedule,
+    spectral_norm_bound,
+    svd_correction,
+)
+from mmspectral.ops.cross_covariance import cross_covariance_attention, cross_covariance_logits
 
 __all__ = [
     "ROW_ORDERS",

@@ -22,7 +22,7 @@ from mmspectral.analysis.conditioning_report import Subject, collect_report
 from mmspectral.analysis.jacobian import JacobianSettings, head_jacobian, xca_temperature
 from mmspectral.analysis.model_states import build_model, measure, scopes, stock_twin
 from mmspectral.analysis.report_html import format_number, render_report
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 from mmspectral.layers import probe_tokens, saturation
 from mmspectral.models import SpectralXCA
 

@@ -14,7 +14,7 @@ from mmspectral.analysis.model_calibration import calibrate_model, gather_inputs
 from mmspectral.layers import RandomFeatureKernel
 from mmspectral.models import DarkViT
 from mmspectral.models.dark_sites import feature_kernels
-from mmspectral.ops.attention_baselines import softmax_attention
+from mmspectral.ops.random_features.baselines import softmax_attention
 
 BOTH = dict(proposal="sharp", shift="fixed")
 FIT = Fit(steps=3)

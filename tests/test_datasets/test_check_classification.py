@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
-from mmspectral.engine.dataset_check import check_dataset
+from mmspectral.datasets.check import check_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +102,7 @@ def test_other_datasets_are_said_to_be_unchecked():
 def test_classification_needs_no_mmdet(folders):
     (folders / "config.py").write_text(f"check = {config(train=custom(folders)).to_dict()!r}")
     code = (
-        "import sys; from mmengine.config import Config; from mmspectral.engine.dataset_check import check_dataset\n"
+        "import sys; from mmengine.config import Config; from mmspectral.datasets.check import check_dataset\n"
         "print(check_dataset(Config(Config.fromfile(sys.argv[1]).check)).all_errors, 'mmdet' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(folders / "config.py")]

@@ -9,9 +9,9 @@ import pytest
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 
-from mmspectral.engine.dataset_check import check_before_training, check_dataset
-from mmspectral.engine.dataset_check.segmentation import KEPT, mask_problem
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.datasets.check import check_before_training, check_dataset
+from mmspectral.datasets.check.segmentation import KEPT, mask_problem
+from mmspectral.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("MMSPECTRAL_COCO", ROOT.parent / "shared" / "data" / "coco_permissive"))

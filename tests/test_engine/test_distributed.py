@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspectral.engine.runner.config import UsageError
 from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group
+from mmspectral.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"

@@ -5,8 +5,8 @@ import mmengine.hooks
 import pytest
 from mmengine.config import Config
 
-from mmspectral.engine.runner.config import UsageError
 from mmspectral.engine.runner.fault_tolerance import HOOKS, IMAGE_LOADER, make_fault_tolerant
+from mmspectral.errors import UsageError
 
 
 def test_default_parts_and_their_switches():

@@ -10,10 +10,10 @@ from torch import nn
 import mmspectral
 from mmspectral.layers import ConditionedLinear, IdentityCorrection
 from mmspectral.layers.derived import SVDCorrection
-from mmspectral.layers.finding import find_sites
 from mmspectral.layers.qk_norm import QKNorm
+from mmspectral.layers.sites import find_sites
 from mmspectral.layers.weight_readers import WeightReadLinear
-from mmspectral.ops import reference
+from mmspectral.ops.conditioning import reference
 
 CONDITIONING = dict(type="IdentityCorrection", scale=2.0)
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import mmspectral
 from mmspectral.layers import DarkAttention, probe_tokens, saturation
-from mmspectral.layers.finding import find_sites
-from mmspectral.ops.linear_attention import linear_attention
-from mmspectral.ops.random_features import fold_features
+from mmspectral.layers.sites import find_sites
+from mmspectral.ops.random_features.attention import linear_attention
+from mmspectral.ops.random_features.features import fold_features
 
 DIM, HEADS, D = 32, 4, 8
 DARK = dict(type="dark", num_features=24)

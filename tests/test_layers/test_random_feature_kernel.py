@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mmspectral.layers import RandomFeatureKernel, build_kernel, share_geometry
-from mmspectral.layers.attention_kernels import SoftmaxKernel
-from mmspectral.ops.linear_attention import linear_attention
-from mmspectral.ops.random_features import Proposal, draw_projection, fold_features, sharp_proposal
+from mmspectral.layers.kernels import SoftmaxKernel
+from mmspectral.ops.random_features.attention import linear_attention
+from mmspectral.ops.random_features.features import Proposal, draw_projection, fold_features, sharp_proposal
 
 H, D, M = 4, 8, 16
 TYPES = dict(

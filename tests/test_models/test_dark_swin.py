@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints.names import FAMILIES, detect, from_mmpretrain, naming_of
 from mmspectral.layers import fold
 from mmspectral.models import DarkSwin, SpectralSwin
-from mmspectral.models.checkpoints import load_backbone
 from mmspectral.models.dark_sites import feature_kernels
-from mmspectral.models.key_maps import FAMILIES, detect, from_mmpretrain, naming_of
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[2, 1, 1], num_heads=[2, 4, 8])

@@ -9,11 +9,11 @@ import torch
 from mmpretrain.models.backbones import VisionTransformer
 from torch import nn
 
+from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints.names import FAMILIES, detect, from_mmpretrain, naming_of
 from mmspectral.layers import fold
 from mmspectral.models import DarkDeiT, DarkMultiheadAttention, DarkViT, SpectralDeiT, SpectralViT
-from mmspectral.models.checkpoints import load_backbone
 from mmspectral.models.dark_sites import feature_kernels
-from mmspectral.models.key_maps import FAMILIES, detect, from_mmpretrain, naming_of
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=64)

@@ -10,11 +10,11 @@ from mmpretrain.models.backbones import DaViT
 from mmpretrain.models.backbones.davit import ChannelAttention, DaViTDownSample, DaViTWindowMSA
 from torch import nn
 
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.layers import attention_layers, conditioned_projections, fold, probe_tokens, saturation, unfold
+from mmspectral.models.attention.channel import SpectralChannelAttention
 from mmspectral.models.backbones import SpectralDaViT
-from mmspectral.models.channel_attention import SpectralChannelAttention
 from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
-from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8])

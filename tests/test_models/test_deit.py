@@ -6,9 +6,9 @@ import pytest
 import torch
 from mmpretrain.models.backbones import DistilledVisionTransformer, VisionTransformer
 
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.layers import conditioned_projections
 from mmspectral.models.backbones.deit import SpectralDeiT
-from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 
 TINY = dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=64)
 CONDITIONING = dict(type="IdentityCorrection", scale=0.5)

@@ -19,8 +19,8 @@ from mmspectral.layers import (
     fold,
     unfold,
 )
+from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
 from mmspectral.models.backbones.swin import SpectralSwin
-from mmspectral.models.window_attention import AnySizeShiftWindowMSA, SpectralWindowMSA
 from mmspectral.ops import condition_number, split_projections
 from mmspectral.registry import MODELS
 

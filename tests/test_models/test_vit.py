@@ -13,12 +13,12 @@ from mmpretrain.models.utils import MultiheadAttention
 from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
 from torch import nn
 
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
+from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import conditioned_projections, fold, unfold
+from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
 from mmspectral.models.backbones.vit import SpectralViT
-from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
-from mmspectral.models.multihead_attention import SpectralMultiheadAttention
 from mmspectral.models.necks import Feature2Pyramid
-from mmspectral.models.position_embedding import GRID_KEY, find_grid, fit_pos_embed
 
 TINY = dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=64)
 CONDITIONING = dict(type="IdentityCorrection", scale=0.5)

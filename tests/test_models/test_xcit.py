@@ -8,10 +8,10 @@ from mmpretrain.models.backbones import XCiT
 from mmpretrain.models.backbones.xcit import XCA
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.layers import conditioned_projections, fold, unfold
 from mmspectral.models import SpectralXCA, SpectralXCiT
 from mmspectral.models.backbones.xcit import ARCHITECTURES
-from mmspectral.models.key_maps import FAMILIES, from_mmpretrain, naming_of
 
 TINY = dict(embed_dims=32, depth=3, num_heads=4)
 CONDITIONING = dict(type="IdentityCorrection", scale=10.0)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmspectral import ops
-from mmspectral.ops import reference
+from mmspectral.ops.conditioning import reference
 
 
 def inputs(B=2, h=3, d=5, N=63, dtype=torch.float64, size=1.0):

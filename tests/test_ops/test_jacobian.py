@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmspectral.ops.jacobian import attention, attention_jacobian, effective_condition, jacobian_bound
+from mmspectral.ops.conditioning.jacobian import attention, attention_jacobian, effective_condition, jacobian_bound
 
 # N tokens, D features, d dimensions of q and k, e of v: one token, fewer and more tokens than features, odd sizes.
 SIZES = [(5, 7, 3, 3), (9, 4, 3, 5), (1, 3, 2, 4), (6, 6, 6, 6), (4, 13, 5, 2)]

@@ -5,16 +5,15 @@ import itertools
 import pytest
 import torch
 
-from mmspectral.ops import linear_attention_causal, linear_attention_chunks
-from mmspectral.ops import reference_attention as reference
-from mmspectral.ops.attention_baselines import (
+from mmspectral.ops.random_features import causal, chunked, reference
+from mmspectral.ops.random_features.attention import attend, kernel_logits, linear_attention, summarise_keys
+from mmspectral.ops.random_features.baselines import (
     constant_attention,
     position_codes,
     softmax_attention,
     uniform_attention,
 )
-from mmspectral.ops.linear_attention import attend, kernel_logits, linear_attention, summarise_keys
-from mmspectral.ops.random_features import draw_projection, fold_features, sharp_proposal
+from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
 
 F64 = torch.float64
 
@@ -22,9 +21,9 @@ F64 = torch.float64
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Several chunks, the last one short, at lengths a test can afford."""
-    monkeypatch.setattr(linear_attention_chunks, "MIN_CHUNK", 8)
-    monkeypatch.setattr(linear_attention_chunks, "CPU_CHUNK_BYTES", 1)
-    monkeypatch.setattr(linear_attention_causal, "CHUNK", 16)
+    monkeypatch.setattr(chunked, "MIN_CHUNK", 8)
+    monkeypatch.setattr(chunked, "CPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr(causal, "CHUNK", 16)
 
 
 def tokens(*shape, seed=0, dtype=F64, size=1.0):
@@ -263,7 +262,7 @@ def test_autocast_and_lower_matmul_precision_change_nothing():
     previous = setting.fp32_precision
     try:
         setting.fp32_precision = "bf16"
-        with linear_attention_chunks.float32_island(q.device):
+        with chunked.float32_island(q.device):
             assert setting.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
         assert setting.fp32_precision == "bf16", "the user's choice comes back"
     finally:

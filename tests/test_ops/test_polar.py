@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspectral import ops
-from mmspectral.ops import reference
+from mmspectral.ops.conditioning import reference
 
 
 def with_spectrum(sigma, rows, columns, seed=0, dtype=torch.float32):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from mmspectral.ops import reference_attention as reference
-from mmspectral.ops.linear_attention import kernel_logits
-from mmspectral.ops.random_features import (
+from mmspectral.ops.random_features import reference
+from mmspectral.ops.random_features.attention import kernel_logits
+from mmspectral.ops.random_features.features import (
     Proposal,
     draw_projection,
     fold_features,

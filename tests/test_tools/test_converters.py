@@ -12,13 +12,13 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from mmspectral.apis.conversion import convert, fold_file, publish, unfold_file
+from mmspectral.checkpoints.convert import convert, fold_file, publish, unfold_file
+from mmspectral.checkpoints.files import find_weights, read_checkpoint
+from mmspectral.checkpoints.load import load_backbone
 from mmspectral.compat.checkpoints import FORCE_UNSAFE
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 from mmspectral.layers import METADATA_KEY
 from mmspectral.models.backbones import SpectralSwin, SpectralXCiT
-from mmspectral.models.checkpoint_files import find_weights, read_checkpoint
-from mmspectral.models.checkpoints import load_backbone
 from mmspectral.registry import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from mmspectral.apis import find_images, predict
-from mmspectral.apis.coco_ids import COCO_CATEGORY_IDS, category_ids, image_ids, read_annotations
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.datasets.coco_ids import COCO_CATEGORY_IDS, category_ids, image_ids, read_annotations
+from mmspectral.errors import UsageError
 
 CLASSES = ("disk", "square")
 

@@ -22,7 +22,7 @@ from mmengine.logging import MMLogger
 from mmspectral.analysis.attention_swap import KERNELS, REGIMES, Classifier, append_row, read_rows, swap_and_tune
 from mmspectral.analysis.attention_swap_report import markdown_tables, plot_rows
 from mmspectral.analysis.image_training import accuracy, load_images, train
-from mmspectral.models.checkpoint_files import write_checkpoint
+from mmspectral.checkpoints.files import write_checkpoint
 
 ARCH = dict(embed_dims=128, num_layers=4, num_heads=2, feedforward_channels=256)
 WITHOUT_FEATURES = ("exact",)

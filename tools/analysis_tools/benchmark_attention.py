@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from mmspectral.analysis.paired_timing import compare_times, time_in_turn
-from mmspectral.ops.attention_baselines import softmax_attention
-from mmspectral.ops.linear_attention import linear_attention
-from mmspectral.ops.random_features import draw_projection, fold_features, sharp_proposal
+from mmspectral.ops.random_features.attention import linear_attention
+from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
 
 PACKAGES = {"darkformer-pytorch": "darkformer_pytorch", "performer-pytorch": "performer_pytorch"}
 IMPLEMENTATIONS = ("softmax", "dark", "dark-sharp", "performer", *PACKAGES)

@@ -14,7 +14,6 @@ from mmspectral.analysis.conditioning_report import Subject, collect_report
 from mmspectral.analysis.jacobian import JacobianSettings
 from mmspectral.analysis.report_html import render_report
 from mmspectral.engine.runner.config import (
-    UsageError,
     add_config_arguments,
     add_trust_argument,
     read_config,
@@ -22,6 +21,7 @@ from mmspectral.engine.runner.config import (
     set_loading,
 )
 from mmspectral.engine.runner.launch import require_checkpoint
+from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:

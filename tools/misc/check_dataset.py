@@ -8,7 +8,7 @@ Prints a table, warnings and errors; the exit status is 1 if there is an error.
 import argparse
 import sys
 
-from mmspectral.engine.dataset_check import check_dataset
+from mmspectral.datasets.check import check_dataset
 from mmspectral.engine.runner.config import add_config_arguments, read_config, report_usage_errors
 
 

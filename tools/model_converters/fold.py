@@ -6,7 +6,7 @@ usage: python tools/model_converters/fold.py SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.apis.conversion import fold_file
+from mmspectral.checkpoints.convert import fold_file
 from mmspectral.engine.runner.config import report_usage_errors
 
 

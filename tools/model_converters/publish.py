@@ -8,7 +8,7 @@ DST of name.pth becomes name_DATE-HASH.pth. Weights and meta are kept; optimizer
 import argparse
 from pathlib import Path
 
-from mmspectral.apis.conversion import publish
+from mmspectral.checkpoints.convert import publish
 from mmspectral.engine.runner.config import report_usage_errors
 
 

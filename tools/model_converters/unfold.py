@@ -6,7 +6,7 @@ usage: python tools/model_converters/unfold.py CONFIG SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.apis.conversion import unfold_file
+from mmspectral.checkpoints.convert import unfold_file
 from mmspectral.engine.runner.config import add_config_arguments, read_config, report_usage_errors
 
 

@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
 
-from mmspectral.models.checkpoints import fit_to_model
+from mmspectral.checkpoints.load import fit_to_model
 from mmspectral.registry import HOOKS
 
 
@@ -12,7 +12,7 @@ from mmspectral.registry import HOOKS
 class CheckpointFittingHook(Hook):
     """Bring a file that mmengine's Runner read under the names of its model, or stop.
 
-    See :func:`mmspectral.models.checkpoints.fit_to_model`: names of timm and the
+    See :func:`mmspectral.checkpoints.load.fit_to_model`: names of timm and the
     official codes are understood, heads of another size left out and listed, and
     a file that was trained under another correction is refused. A run that is
     resumed takes its own file as it is.

@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner
 
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 from mmspectral.registry import HOOKS
 
 

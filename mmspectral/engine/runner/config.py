@@ -20,10 +20,7 @@ from mmspectral.compat.checkpoints import (
     use_trusting_loading,
 )
 from mmspectral.configs_path import config_path
-
-
-class UsageError(ValueError):
-    """The command asks for something that cannot be done; the message says what to change."""
+from mmspectral.errors import UsageError
 
 
 def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 
 # Where each launcher says what torch reads as RANK, WORLD_SIZE and LOCAL_RANK; torchrun sets these itself.
 _LAUNCHER_VARIABLES = {

@@ -9,7 +9,7 @@ import mmcv.transforms
 import mmengine.hooks
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 
 HOOKS = ("mmspectral.ResumeCheckHook", "mmspectral.EpochSeedHook", "mmspectral.DueValidationHook")
 IMAGE_LOADER = "mmspectral.datasets.image_loading.LoadImageFromFile"

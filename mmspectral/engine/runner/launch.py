@@ -10,10 +10,10 @@ from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from mmspectral.engine.runner.config import UsageError
 from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group, replace_sync_norm, use_cpu_wrapper
 from mmspectral.engine.runner.fault_tolerance import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
+from mmspectral.errors import UsageError
 
 _AMP_ONLY = ("loss_scale", "dtype", "use_fsdp")
 

@@ -8,7 +8,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.compat.checkpoints import UnsafeCheckpointError
-from mmspectral.engine.runner.config import UsageError
+from mmspectral.errors import UsageError
 
 
 def choose_checkpoint(cfg: Config) -> list[str]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
 
-from mmspectral.engine.runner.config import UsageError, host_package
+from mmspectral.engine.runner.config import host_package
+from mmspectral.errors import UsageError
 
 
 def innermost_dataset(cfg: Config) -> ConfigDict:

@@ -6,8 +6,8 @@ from mmpretrain.models.backbones.davit import ConvPosEnc
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from torch import Tensor, nn
 
+from mmspectral.models.attention.dark import DarkMapAttention
 from mmspectral.models.backbones.swin import SpectralSwin
-from mmspectral.models.dark_attention import DarkMapAttention
 from mmspectral.models.dark_sites import DarkBackbone
 from mmspectral.registry import MODELS
 

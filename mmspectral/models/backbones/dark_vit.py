@@ -2,9 +2,9 @@
 
 from mmpretrain.models.utils import MultiheadAttention
 
+from mmspectral.models.attention.dark import DarkMultiheadAttention
 from mmspectral.models.backbones.deit import SpectralDeiT
 from mmspectral.models.backbones.vit import SpectralViT
-from mmspectral.models.dark_attention import DarkMultiheadAttention
 from mmspectral.models.dark_sites import DarkBackbone
 from mmspectral.registry import MODELS
 

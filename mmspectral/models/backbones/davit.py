@@ -6,7 +6,7 @@ from mmcv.cnn.bricks.transformer import PatchEmbed
 from mmpretrain.models.backbones.davit import DaViT
 from torch import Tensor, nn
 
-from mmspectral.models.channel_attention import SpectralChannelAttention
+from mmspectral.models.attention.channel import SpectralChannelAttention
 from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
 from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS
@@ -41,7 +41,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         channel_conditioning: The same for every channel attention. None by
             default, because C in k and v makes it one-hot at initialisation long
             before lambda = 10, whereas ``targets=('q',)`` leaves its logits alone:
-            :class:`mmspectral.models.channel_attention.SpectralChannelAttention`
+            :class:`mmspectral.models.attention.channel.SpectralChannelAttention`
             has the numbers.
         out_indices: Stages whose outputs are returned. Default: the last one. Detection takes (0, 1, 2, 3).
         pad_small_map: Whether maps smaller than a window are padded; otherwise

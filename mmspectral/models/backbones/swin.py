@@ -9,8 +9,8 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor
 
+from mmspectral.models.attention.window import AnySizeShiftWindowMSA
 from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
-from mmspectral.models.window_attention import AnySizeShiftWindowMSA
 from mmspectral.registry import MODELS
 
 # As in Microsoft's code and timm: learned positions are not decayed.

@@ -9,8 +9,8 @@ from mmpretrain.models.backbones import VisionTransformer
 from mmpretrain.models.utils import MultiheadAttention, resize_pos_embed
 from torch import Tensor, nn
 
-from mmspectral.models.multihead_attention import SpectralMultiheadAttention
-from mmspectral.models.position_embedding import GRID_KEY, find_grid, fit_pos_embed
+from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
+from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
 from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS
 

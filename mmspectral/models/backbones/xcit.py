@@ -8,7 +8,7 @@ from mmpretrain.models.backbones.xcit import XCiT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmspectral.models.attention import SpectralXCA, condition_class_attention
+from mmspectral.models.attention.xca import SpectralXCA, condition_class_attention
 from mmspectral.models.norm import usable_norm_cfg
 from mmspectral.models.sites import ConditionedBackbone, freeze, resolve_indices, validate_conditioning
 from mmspectral.registry import MODELS

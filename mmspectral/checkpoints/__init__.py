@@ -1,0 +1,1 @@
+"""Floor 3: checkpoint files: read, rename, reconcile, load."""

@@ -1,0 +1,234 @@
+"""The one loader: what of a file matches a model, under whichever names and correction it was trained."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, without_wrappers
+from mmspectral.checkpoints.names import FAMILIES, detect, to_mmpretrain
+from mmspectral.checkpoints.reconcile import keep_function
+
+PREFIXES = ("", "backbone.")
+# The backbones fit these to their own grid or window as they load them.
+RESIZED = ("relative_position_bias_table", "pos_embed")
+_DERIVED = ("relative_position_index", "num_batches_tracked")  # no weights: made anew, or a counter
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Args:
+        matched: Parameters (by count of numbers) taken from the file.
+        total: Parameters of the backbone.
+        missing: Names of the backbone that the file does not have.
+        unused: Names of the file's backbone that the model does not have.
+        resized: Names of position embeddings and bias tables that were resized.
+        skipped: Names outside the backbone that were not loaded, such as heads.
+        naming: Whose names the file has, such as ``"timm xcit"``.
+        entry: Key of the file under which the weights stood, "" for the top.
+    """
+
+    matched: int
+    total: int
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    naming: str = ""
+    entry: str = ""
+
+    @property
+    def share(self) -> float:
+        """Share of the backbone's parameters that were matched, in [0, 1]."""
+        return self.matched / self.total if self.total else 1.0
+
+    def __str__(self) -> str:
+        text = f"matched {self.matched:,} of {self.total:,} parameters ({100 * self.share:.1f} %)"
+        text += f" from {self.entry!r}" if self.entry else ""
+        text += f", names of {self.naming}" if self.naming else ""
+        lists = (
+            ("resized", self.resized),
+            ("not in the file", self.missing),
+            ("in the file but not used", self.unused),
+        )
+        for label, names in lists:
+            if names:
+                text += f"; {label}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        if self.skipped:
+            parts = Counter(name.partition(".")[0] for name in self.skipped)
+            text += f"; skipped: {', '.join(f'{part} ({count} tensors)' for part, count in parts.items())}"
+        return text
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Weights of a file under the names of a backbone, and the rest under those of a mmpretrain classifier."""
+
+    backbone: Weights
+    outside: dict[str, Tensor]
+    report: LoadReport
+
+
+def load_backbone(
+    backbone: nn.Module,
+    checkpoint: str,
+    prefix: str | None = None,
+    trained_with_conditioning: bool | None = None,
+    min_matched: float = 0.9,
+    entry: str | None = None,
+) -> LoadReport:
+    """Load a checkpoint file into a backbone, or raise.
+
+    The state dict may stand at the top of the file or under one of
+    :data:`mmspectral.checkpoints.files.ENTRIES`, with names that are bare
+    or start with ``backbone.``, behind any number of ``module.`` and
+    ``_orig_mod.``. They may be mmpretrain's, or those of timm, of the official
+    code, or mmsegmentation's (:mod:`mmspectral.checkpoints.names`). Position
+    embeddings and bias tables are resized.
+
+    A file tells by its metadata under which correction each projection was
+    trained. Where that differs from the correction of ``backbone``, the function
+    would change; with ``preserve_function`` set in the ``conditioning`` dict the
+    difference of the two is taken off the weights, otherwise this raises.
+
+    Args:
+        backbone: Module to fill, in place.
+        checkpoint: Path or URL.
+        prefix: Prefix of the backbone's names in the file; found out if None.
+        trained_with_conditioning: Overrides the metadata, for files that lost
+            it: True means "with the backbone's own correction", False "without".
+        min_matched: Share of the parameters that must be matched.
+        entry: Key of the state dict in the file; found out if None.
+
+    Returns:
+        What was matched.
+
+    Raises:
+        ValueError: The file holds no state dict, a shape differs, too little
+            matched, or a correction would change the function.
+    """
+    weights = find_weights(read_checkpoint(checkpoint), checkpoint, entry)
+    fitted = _fit(backbone, weights, checkpoint, prefix, min_matched)
+    weights = fitted.backbone
+    keep_function(backbone, weights, checkpoint, trained_with_conditioning)
+    own = backbone.state_dict()
+    weights.tensors = {name: weights.tensors[name] for name in own if name in weights.tensors}
+    backbone.load_state_dict(weights.state_dict(), strict=False)
+    print_log(f"{checkpoint}: {fitted.report}.", "current", logging.INFO)
+    return fitted.report
+
+
+def fit_to_model(
+    model: nn.Module, checkpoint: Mapping, source: str, min_matched: float = 0.9
+) -> tuple[Weights, LoadReport]:
+    """Bring the weights of a file under the names of a whole detector or classifier, or raise.
+
+    What does not fit outside the backbone, such as the head for another number
+    of classes, is left out and listed as skipped. Weights that do not say under
+    which correction they were trained are accepted with a warning.
+
+    Args:
+        model: With its backbone as ``model.backbone``, or a backbone itself.
+        checkpoint: What was read from the file.
+        source: Name of the file, for messages.
+        min_matched: Share of the backbone's parameters that must be matched.
+
+    Returns:
+        The weights, ready for ``model.load_state_dict(weights.state_dict(),
+        strict=False)``, and what was matched.
+
+    Raises:
+        ValueError: As for :func:`load_backbone`.
+    """
+    place = "backbone." if isinstance(getattr(model, "backbone", None), nn.Module) else ""
+    fitted = _fit(
+        model.get_submodule(place.removesuffix(".")), find_weights(checkpoint, source), source, None, min_matched
+    )
+    own = model.state_dict()
+    outside = {n: t for n, t in fitted.outside.items() if place and n in own and own[n].shape == t.shape}
+    skipped = tuple(name for name in fitted.outside if name not in outside)
+    tensors = {f"{place}{name}": tensor for name, tensor in fitted.backbone.tensors.items()}
+    metadata = {f"{place}{name}".removesuffix("."): entry for name, entry in fitted.backbone.metadata.items()}
+    weights = Weights(tensors | outside, metadata, fitted.report.entry)
+    keep_function(model, weights, source, accept_unknown=True)
+    report = replace(fitted.report, skipped=skipped)
+    print_log(f"{source}: backbone {report}.", "current", logging.INFO)
+    return weights, report
+
+
+def _fit(backbone: nn.Module, weights: Weights, source: str, prefix: str | None, min_matched: float) -> _Fitted:
+    own = backbone.state_dict()
+    family = detect(own)
+    prefixes = PREFIXES if prefix is None else (without_wrappers(prefix),)
+    candidates = [_rename(weights, prefix, family and family[0].name) for prefix in prefixes]
+    found, outside, naming = max(candidates, key=lambda candidate: sum(name in candidate[0].tensors for name in own))
+    parameters = dict(backbone.named_parameters())
+    # A head that stands beside the names of a bare backbone belongs to the classifier.
+    heads = [name for name in found.tensors if name not in own and name.partition(".")[0].startswith("head")]
+    outside |= {name: found.tensors.pop(name) for name in heads}
+    state = found.tensors
+    report = LoadReport(
+        matched=sum(p.numel() for name, p in parameters.items() if name in state),
+        total=sum(p.numel() for p in parameters.values()),
+        missing=tuple(name for name in own if name not in state and not name.endswith(_DERIVED)),
+        unused=tuple(name for name in state if name not in own and not name.endswith(_DERIVED)),
+        resized=tuple(n for n in own if n in state and n.endswith(RESIZED) and own[n].shape != state[n].shape),
+        skipped=tuple(outside),
+        naming=naming,
+        entry=weights.entry,
+    )
+    if report.share < min_matched:
+        raise ValueError(_too_little(backbone, report, weights, found, source, min_matched))
+    wrong = [name for name in own if name in state and not _fits(name, state[name], own[name])]
+    if wrong:
+        shapes = "; ".join(f"{n}: file {tuple(state[n].shape)}, model {tuple(own[n].shape)}" for n in wrong[:8])
+        raise ValueError(f"{source}: {len(wrong)} shapes differ from {type(backbone).__name__}'s ({shapes}).")
+    return _Fitted(found, outside, report)
+
+
+def _rename(weights: Weights, prefix: str, family: str | None) -> tuple[Weights, dict[str, Tensor], str]:
+    """Return what stands under ``prefix`` in mmpretrain's names, the rest, and whose names they were."""
+    inside = weights.under(prefix)
+    outside = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(prefix)}
+    found = detect(inside.tensors, family) if family else None
+    if found is None or found[1] is None:
+        return inside, outside, ""
+    inside.tensors = to_mmpretrain(inside.tensors, found[1])
+    return inside, outside, f"{found[1].name} {found[0].name}"
+
+
+def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
+    if name.endswith("relative_position_index"):  # goes with the table
+        return True
+    return tensor.shape == own.shape or (name.endswith(RESIZED) and tensor.shape[-1] == own.shape[-1])
+
+
+def _too_little(
+    backbone: nn.Module, report: LoadReport, weights: Weights, found: Weights, source: str, min_matched: float
+) -> str:
+    foreign = next((other for prefix in PREFIXES if (other := detect(weights.under(prefix).tensors))), None)
+    family = detect(backbone.state_dict())
+    if foreign and family and foreign[0] is not family[0]:
+        cause = f"The file holds a {foreign[0].name}, and {type(backbone).__name__} is a {family[0].name}."
+    elif report.matched:
+        cause = "The file holds a smaller or another model: state its `arch`, or lower `min_matched` in init_cfg."
+    else:
+        known = "; ".join(
+            f"{name} from mmpretrain, {', '.join(naming.name for naming in family.namings)}"
+            for name, family in FAMILIES.items()
+        )
+        cause = f"Its names are of no code base known here ({known}): give the right `prefix`, or rename them."
+    return (
+        f"{source}: {report}. At least {100 * min_matched:.0f} % must match, so the rest would stay random. "
+        f"Names in the file begin like {_examples(found.tensors or weights.tensors)}, in {type(backbone).__name__} "
+        f"like {_examples(backbone.state_dict())}. {cause}"
+    )
+
+
+def _examples(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in list(names)[:3]) or "nothing"

@@ -1,0 +1,173 @@
+"""Check the datasets of a config against each other and against the heads of its model."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import DefaultScope
+
+from mmspectral.datasets.check.coco import CocoUse, check_coco
+from mmspectral.datasets.check.files import check_overlap
+from mmspectral.datasets.check.folders import check_folders, check_list
+from mmspectral.datasets.check.heads import check_heads
+from mmspectral.datasets.check.report import DatasetReport, SplitReport
+from mmspectral.datasets.check.settings import wrong_classes, wrong_settings
+from mmspectral.errors import UsageError
+from mmspectral.registry import DATASETS
+
+SPLITS = ("train", "val", "test")
+# Datasets whose files are checked, and under which key they have the folder of their images.
+_IMAGES = {"mmdet.CocoDataset": "img", "mmpretrain.CustomDataset": "img_path"}
+_READING = ("load_data_list", "parse_data_info")
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def check_dataset(cfg: Config, splits: Sequence[str] = SPLITS) -> DatasetReport:
+    """Check everything about a config's data that can be seen without reading an image.
+
+    mmdet's ``CocoDataset``, mmpretrain's ``CustomDataset`` and ``ImageNet`` and
+    their subclasses are checked in full, if they lie on this machine. Of others
+    only the classes are compared with the heads.
+
+    Args:
+        cfg: Config with ``model`` and dataloaders.
+        splits: Which dataloaders are looked at, out of ``"train"``, ``"val"``, ``"test"``.
+
+    Returns:
+        What was found. The annotation files are read once, and not kept.
+    """
+    report = DatasetReport([])
+    seen: list[Mapping] = []
+    for split in splits:
+        loader = cfg.get(f"{split}_dataloader")
+        settings = list(_innermost(loader.get("dataset"))) if isinstance(loader, Mapping) else []
+        for index, dataset in enumerate(settings):
+            if split == "test" and dataset in seen:  # most configs test on their validation set
+                continue
+            seen.append(dataset)
+            name = split if len(settings) == 1 else f"{split} {index + 1}"
+            report.splits.append(_check_split(name, dataset, cfg))
+    _compare(report, cfg)
+    return report
+
+
+def check_before_training(cfg: Config) -> None:
+    """Check the training and validation data, print what is worth knowing and refuse what cannot work.
+
+    Of several processes only the first does so; the launcher ends the others
+    when it fails. ``check_dataset=False`` in the config turns this off.
+
+    Raises:
+        UsageError: The data cannot be trained with, or not with this model.
+    """
+    launched = cfg.get("launcher", "none") != "none"
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") if launched else "0"
+    if not cfg.get("check_dataset", True) or rank != "0":
+        return
+    report = check_dataset(cfg, SPLITS[:2])
+    print(report, flush=True)
+    if report.all_errors:
+        listed = "\n".join(f"- {text}" for text in report.all_errors)
+        raise UsageError(f"The data cannot be used with this config (check_dataset=False skips this check):\n{listed}")
+
+
+def _innermost(dataset: Any) -> Iterator[Mapping]:
+    """Yield the settings of datasets below wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    if isinstance(dataset, (list, tuple)):
+        for part in dataset:
+            yield from _innermost(part)
+    elif isinstance(dataset, Mapping):
+        inner = dataset.get("datasets", dataset.get("dataset"))
+        if isinstance(inner, (Mapping, list, tuple)):
+            yield from _innermost(inner)
+        else:
+            yield dataset
+
+
+def _check_split(name: str, settings: Mapping, cfg: Config) -> SplitReport:
+    report = SplitReport(name)
+    try:
+        # Types are looked up in the config's scope; the annotations are not read and images not transformed.
+        with DefaultScope.overwrite_default_scope(cfg.get("default_scope")):
+            dataset = DATASETS.build(ConfigDict(settings, lazy_init=True, pipeline=[]))
+    except Exception as error:  # the code of any dataset, which the Runner will run again and report on in full
+        report.warnings.append(f"It is not checked, as it cannot be built with lazy_init=True: {error}")
+        return report
+    classes = getattr(dataset, "metainfo", {}).get("classes")
+    report.errors += wrong_classes(classes)
+    if report.errors:
+        return report
+    report.classes = None if classes is None else tuple(classes)
+    report.open_vocabulary = bool(getattr(dataset, "return_classes", False))
+    kinds = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(dataset).__mro__}
+    kind = next((kind for kind in _IMAGES if _reads_as(dataset, kind)), None)
+    if (getattr(dataset, "backend_args", None) or {}).get("backend", "local") != "local":
+        report.warnings.append("Only its classes are checked, as its files do not lie on this machine.")
+    elif kind and (wrong := wrong_settings(dataset, _IMAGES[kind])):
+        report.errors += wrong
+    elif kind == "mmdet.CocoDataset" and report.classes is not None:
+        report.source = dataset.ann_file
+        check_coco(report, dataset.ann_file, dataset.data_prefix["img"], _coco_use(dataset, settings))
+    elif kind == "mmpretrain.CustomDataset":
+        report.source = dataset.ann_file or dataset.img_prefix
+        if dataset.ann_file:
+            check_list(report, dataset.ann_file, dataset.img_prefix, dataset.with_label)
+        elif dataset.with_label:
+            check_folders(report, dataset.img_prefix, dataset.is_valid_file)
+    elif report.classes is not None:
+        report.counts["classes"] = str(len(report.classes))
+        if "mmspectral.ShapesDataset" not in kinds:  # which is checked by its hash
+            report.warnings.append(f"Only its classes are checked, as {type(dataset).__name__} is of no known form.")
+    return report
+
+
+def _reads_as(dataset: Any, kind: str) -> bool:
+    """Return whether a dataset reads its files by the code of ``kind``, which subclasses may replace."""
+    package, _, name = kind.partition(".")
+    for cls in type(dataset).__mro__:
+        if cls.__name__ == name and cls.__module__.partition(".")[0] == package:
+            same = (getattr(type(dataset), method, None) is getattr(cls, method, None) for method in _READING)
+            return all(same)
+    return False
+
+
+def _coco_use(dataset: Any, settings: Mapping) -> CocoUse:
+    filters = dataset.filter_cfg or {}
+    return CocoUse(
+        classes=tuple(dataset.metainfo["classes"]),
+        own_classes="classes" not in (settings.get("metainfo") or {}),
+        training=not dataset.test_mode,
+        needs_masks=_loads_masks(settings.get("pipeline")),
+        filter_empty=bool(filters.get("filter_empty_gt", False)),
+        min_size=filters.get("min_size", 0),
+        indices=dataset._indices,
+    )
+
+
+def _loads_masks(pipeline: Any) -> bool:
+    if isinstance(pipeline, Mapping):
+        kind = pipeline.get("type")
+        loads = isinstance(kind, str) and kind.rpartition(".")[2] == "LoadAnnotations"
+        return (loads and bool(pipeline.get("with_mask", False))) or any(map(_loads_masks, pipeline.values()))
+    return isinstance(pipeline, (list, tuple)) and any(map(_loads_masks, pipeline))
+
+
+def _compare(report: DatasetReport, cfg: Config) -> None:
+    known = [split for split in report.splits if split.classes is not None]
+    compared: set[tuple[str, ...]] = set()
+    for split in known:
+        if split.classes not in compared and not split.open_vocabulary and isinstance(cfg.get("model"), Mapping):
+            compared.add(split.classes)
+            report.errors += [f"{text} (dataset: {split.name})" for text in check_heads(cfg.model, split.classes)]
+    for first, second in combinations(report.splits, 2):
+        if first.name.split()[0] == second.name.split()[0]:
+            continue
+        if None not in (first.classes, second.classes) and first.classes != second.classes:
+            report.errors.append(
+                f"{first.name} and {second.name} have different classes or another order of them: set the same "
+                "metainfo in both dataloaders, since the model's outputs have one order."
+            )
+        if first.name.startswith("train"):
+            report.warnings += check_overlap(first, second)

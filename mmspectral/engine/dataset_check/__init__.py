@@ -1,6 +1,0 @@
-"""What is wrong with a config's data, found before the first iteration."""
-
-from mmspectral.engine.dataset_check.check import check_before_training, check_dataset
-from mmspectral.engine.dataset_check.report import DatasetReport, SplitReport
-
-__all__ = ["DatasetReport", "SplitReport", "check_before_training", "check_dataset"]

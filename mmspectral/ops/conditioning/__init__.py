@@ -1,0 +1,1 @@
+"""The correction C, condition numbers and Jacobians of attention."""

@@ -1,0 +1,1 @@
+"""Positive random features and attention of linear cost over them."""

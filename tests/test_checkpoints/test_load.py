@@ -1,0 +1,417 @@
+"""Loading backbone weights: what loads, what is refused, and what a correction does to it."""
+
+import mmengine.hub
+import pytest
+import torch
+from mmdet.registry import MODELS as mmdet_models
+from mmengine.logging import MMLogger
+from mmengine.registry import DefaultScope
+from torch import nn
+
+from mmspectral.checkpoints.files import write_checkpoint
+from mmspectral.checkpoints.load import fit_to_model, load_backbone
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
+from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
+from mmspectral.layers import fold
+from mmspectral.models.backbones import SpectralDeiT, SpectralSwin, SpectralViT, SpectralXCiT
+from mmspectral.registry import MODELS
+
+TINY = dict(embed_dims=32, depth=2, num_heads=4)
+CONDITIONING = dict(type="IdentityCorrection", scale=10.0)
+
+
+def build(conditioning=None, **kwargs):
+    return SpectralXCiT(arch=TINY, patch_size=8, conditioning=conditioning, **kwargs)
+
+
+def pretrained(path, **kwargs):
+    return dict(type="Pretrained", checkpoint=str(path), **kwargs)
+
+
+@pytest.fixture
+def source():
+    torch.manual_seed(0)
+    model = build()
+    model.init_weights()
+    return model
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 32, 40, generator=torch.Generator().manual_seed(1))
+
+
+def wrap(state, form):
+    prefixed = {f"backbone.{name}": tensor for name, tensor in state.items()}
+    return {
+        "bare": state,
+        "state_dict": {"state_dict": state, "meta": {}},
+        "model": {"model": state, "epoch": 3},
+        "backbone": {"state_dict": {**prefixed, "head.fc.weight": torch.zeros(3, 32)}},
+        "module": {"model": {f"module.{name}": tensor for name, tensor in state.items()}},
+        "module.backbone": {f"module.backbone.{name}": tensor for name, tensor in state.items()},
+    }[form]
+
+
+@pytest.mark.parametrize("given_prefix", [False, True])
+@pytest.mark.parametrize("form", ["bare", "state_dict", "model", "backbone", "module", "module.backbone"])
+def test_every_wrapping_loads_completely(form, given_prefix, source, tmp_path):
+    """users.md A1 and A3: stock mmpretrain keeps random weights in silence for several of these."""
+    torch.save(wrap(source.state_dict(), form), tmp_path / "file.pth")
+    prefix = {"backbone": "backbone.", "module": "module.", "module.backbone": "module.backbone."}.get(form, "")
+    model = build(init_cfg=pretrained(tmp_path / "file.pth", **(dict(prefix=prefix) if given_prefix else {})))
+    model.init_weights()
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    report = load_backbone(build(), str(tmp_path / "file.pth"))
+    assert report.matched == report.total == sum(p.numel() for p in source.parameters())
+    assert "100.0 %" in str(report) and not report.missing
+
+
+def test_report_is_logged(source, tmp_path, capsys):
+    torch.save(source.state_dict(), tmp_path / "file.pth")
+    MMLogger.get_instance("test_report_is_logged")  # the newest logger is the current one
+    build(init_cfg=pretrained(tmp_path / "file.pth")).init_weights()
+    assert f"matched {sum(p.numel() for p in source.parameters()):,} of" in capsys.readouterr().out
+
+
+def test_classifier_fills_the_dense_form(source, tmp_path):
+    torch.save({"state_dict": {f"backbone.{n}": t for n, t in source.state_dict().items()}}, tmp_path / "file.pth")
+    model = build(out_type="featmap", init_cfg=pretrained(tmp_path / "file.pth", prefix="backbone."))
+    model.init_weights()
+    assert torch.equal(model.xca_layers[1].attn.qkv.weight, source.xca_layers[1].attn.qkv.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda state: {f"blocks.{n}": t for n, t in state.items()}, r"matched 0 of .*'blocks\.cls_token'.*`prefix`"),
+        (lambda state: {"optimizer": {}, "epoch": 1}, "holds no state dict.*found optimizer, epoch"),
+        (lambda state: [1, 2], "holds no state dict.*list"),
+        (lambda state: {**state, "cls_token": torch.zeros(1, 1, 64)}, r"1 shapes differ.*cls_token: file \(1, 1, 64\)"),
+        (lambda state: {n: t for n, t in state.items() if not n.startswith("xca_layers.1")}, "At least 90 %"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, match, source, tmp_path):
+    torch.save(make(source.state_dict()), tmp_path / "file.pth")
+    with pytest.raises(ValueError, match=match):
+        build(init_cfg=pretrained(tmp_path / "file.pth")).init_weights()
+
+
+def test_missing_and_hostile_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent.pth"):
+        build(init_cfg=pretrained(tmp_path / "absent.pth")).init_weights()
+
+    class Hostile:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"state_dict": Hostile()}, tmp_path / "hostile.pth")
+    with pytest.raises(RuntimeError, match="hostile.pth"):
+        build(init_cfg=pretrained(tmp_path / "hostile.pth")).init_weights()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_stock_weights_under_a_correction_are_refused(source, tmp_path, x):
+    """lambda = 10 on weights trained without it would compute something else."""
+    torch.save(source.state_dict(), tmp_path / "stock.pth")
+    with pytest.raises(ValueError, match="trained without a correction.*preserve_function=True"):
+        build(CONDITIONING, init_cfg=pretrained(tmp_path / "stock.pth")).init_weights()
+    kept = build(dict(CONDITIONING, preserve_function=True), init_cfg=pretrained(tmp_path / "stock.pth"))
+    kept.init_weights()
+    qkv = kept.xca_layers[0].attn.qkv
+    assert not torch.equal(qkv.weight, source.xca_layers[0].attn.qkv.weight)
+    for a, b in zip(kept.eval()(x), source.eval()(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+def test_own_checkpoint_loads_unchanged(preserve, tmp_path, x):
+    trained = build(CONDITIONING)
+    trained.init_weights()
+    torch.save({"state_dict": trained.state_dict()}, tmp_path / "ours.pth")
+    again = build(dict(CONDITIONING, preserve_function=preserve), init_cfg=pretrained(tmp_path / "ours.pth"))
+    again.init_weights()
+    assert all(torch.equal(a, b) for a, b in zip(trained.eval()(x), again.eval()(x), strict=True))
+
+
+def test_other_correction_is_refused_or_converted(tmp_path, x):
+    trained = build(dict(CONDITIONING, scale=3.0)).eval()
+    torch.save(trained.state_dict(), tmp_path / "three.pth")
+    with pytest.raises(ValueError, match=r"trained with IdentityCorrection\(.*scale=3.0\).*built with .*scale=10.0"):
+        build(CONDITIONING, init_cfg=pretrained(tmp_path / "three.pth")).init_weights()
+    with pytest.raises(ValueError, match="built without one.*fold"):
+        build(None, init_cfg=pretrained(tmp_path / "three.pth")).init_weights()
+    kept = build(dict(CONDITIONING, preserve_function=True), init_cfg=pretrained(tmp_path / "three.pth"))
+    kept.init_weights()
+    for a, b in zip(trained(x), kept.eval()(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_folded_checkpoint_is_a_stock_one(tmp_path, x):
+    trained = build(CONDITIONING).eval()
+    before = trained(x)
+    fold(trained)
+    torch.save(trained.state_dict(), tmp_path / "folded.pth")
+    stock = build(None, init_cfg=pretrained(tmp_path / "folded.pth"))
+    stock.init_weights()
+    torch.testing.assert_close(stock.eval()(x)[0], before[0], rtol=1e-4, atol=1e-4)
+
+
+def test_file_that_lost_its_metadata(tmp_path, x):
+    trained = build(CONDITIONING).eval()
+    torch.save(dict(trained.state_dict()), tmp_path / "bare.pth")
+    with pytest.raises(ValueError, match="trained_with_conditioning=True"):
+        build(CONDITIONING, init_cfg=pretrained(tmp_path / "bare.pth")).init_weights()
+    again = build(CONDITIONING, init_cfg=pretrained(tmp_path / "bare.pth", trained_with_conditioning=True))
+    again.init_weights()
+    assert torch.equal(trained(x)[0], again.eval()(x)[0])
+
+
+def test_corrections_of_blocks_that_are_not_built_do_not_matter(tmp_path):
+    """A dense backbone drops the class-attention blocks of a classifier, and with them their correction."""
+    trained = build(CONDITIONING, class_attention_conditioning=CONDITIONING)
+    torch.save(trained.state_dict(), tmp_path / "classifier.pth")
+    dense = build(CONDITIONING, out_type="featmap", init_cfg=pretrained(tmp_path / "classifier.pth"))
+    dense.init_weights()
+    assert torch.equal(dense.xca_layers[1].attn.qkv.weight, trained.xca_layers[1].attn.qkv.weight)
+
+
+def averaged(state):
+    return {"steps": torch.tensor(7), **{f"module.{name}": tensor for name, tensor in state.items()}}
+
+
+@pytest.mark.parametrize(
+    ("make", "entry"),
+    [
+        (lambda state, other: {"state_dict": other, "state_dict_ema": averaged(state)}, "state_dict_ema"),  # timm
+        (lambda state, other: {"model": other, "model_ema": state, "optimizer": {}}, "model_ema"),  # DeiT, XCiT
+        (lambda state, other: {"state_dict": state, "ema_state_dict": averaged(other)}, "state_dict"),  # mmengine
+        (lambda state, other: {"ema_state_dict": averaged(state)}, "ema_state_dict"),
+        (lambda state, other: {f"_orig_mod.{n}".replace(".0.", ".0._orig_mod."): t for n, t in state.items()}, ""),
+        (lambda state, other: {f"module._orig_mod.backbone.{n}": t for n, t in state.items()}, ""),
+    ],
+    ids=["timm-ema", "official-ema", "mmengine-ema", "only-ema", "compiled", "wrapped-twice"],
+)
+def test_averaged_and_wrapped_weights(make, entry, source, tmp_path):
+    other = {name: tensor + 1 for name, tensor in source.state_dict().items()}
+    torch.save(make(source.state_dict(), other), tmp_path / "file.pth")
+    model = build()
+    report = load_backbone(model, str(tmp_path / "file.pth"))
+    assert report.entry == entry and report.matched == report.total and not report.unused
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+
+
+def test_another_entry_on_request(source, tmp_path):
+    other = {name: tensor + 1 for name, tensor in source.state_dict().items()}
+    torch.save({"state_dict": source.state_dict(), "ema_state_dict": averaged(other)}, tmp_path / "file.pth")
+    model = build()
+    load_backbone(model, str(tmp_path / "file.pth"), entry="ema_state_dict")
+    assert torch.equal(model.cls_token, source.cls_token + 1)
+    with pytest.raises(ValueError, match="no state dict under 'model_ema'; found state_dict, ema_state_dict"):
+        load_backbone(model, str(tmp_path / "file.pth"), entry="model_ema")
+
+
+def test_safetensors_keep_the_correction(tmp_path, x):
+    pytest.importorskip("safetensors")
+    trained = build(CONDITIONING).eval()
+    write_checkpoint(dict(state_dict=trained.state_dict()), tmp_path / "ours.safetensors")
+    again = build(CONDITIONING, init_cfg=pretrained(tmp_path / "ours.safetensors"))
+    again.init_weights()
+    assert torch.equal(trained(x)[0], again.eval()(x)[0])
+    with pytest.raises(ValueError, match="built without one"):
+        load_backbone(build(), str(tmp_path / "ours.safetensors"))
+    (tmp_path / "damaged.safetensors").write_bytes(b"no header")
+    with pytest.raises(ValueError, match="is no safetensors file, or is damaged"):
+        load_backbone(build(), str(tmp_path / "damaged.safetensors"))
+    with pytest.raises(FileNotFoundError, match="absent"):
+        load_backbone(build(), str(tmp_path / "absent.safetensors"))
+
+
+def test_a_stored_correction_is_taken_from_the_file(tmp_path, x):
+    """C of an SVD with an interval belongs to an earlier W; the file's buffer counts, not the C of its W."""
+    trained = build(dict(type="SVDCorrection", interval=5)).eval()
+    with torch.no_grad():
+        trained.xca_layers[0].attn.qkv.weight += 0.1
+    torch.save(trained.state_dict(), tmp_path / "svd.pth")
+    kept = build(dict(CONDITIONING, preserve_function=True), init_cfg=pretrained(tmp_path / "svd.pth"))
+    kept.init_weights()
+    torch.testing.assert_close(kept.eval()(x)[0], trained(x)[0], rtol=1e-4, atol=1e-4)
+
+
+SWIN = dict(arch=dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2]))
+
+
+@pytest.mark.parametrize(("old", "new"), [(12, 7), (7, 12)])
+def test_bias_tables_of_another_window(old, new, tmp_path):
+    """users.md A6."""
+    timm_layers = pytest.importorskip("timm.layers")
+    torch.manual_seed(0)
+    big, small = SpectralSwin(**SWIN, window_size=old), SpectralSwin(**SWIN, window_size=new)
+    for parameter in big.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.save({"model": from_mmpretrain(big.state_dict(), naming_of(FAMILIES["swin"], "timm"))}, tmp_path / "swin.pth")
+    report = load_backbone(small, str(tmp_path / "swin.pth"))
+    tables = [name for name, _ in big.named_parameters() if name.endswith("bias_table")]
+    assert report.resized == tuple(tables) and report.matched == report.total
+    assert f"resized: {tables[0]}" in str(report)
+    for name, parameter in big.named_parameters():
+        expected = parameter.detach()
+        if name in tables:
+            shape = ((2 * new - 1) ** 2, expected.shape[1])
+            expected = timm_layers.resize_rel_pos_bias_table_simple(expected, (new, new), shape)
+        torch.testing.assert_close(small.get_parameter(name).detach(), expected, msg=name)
+    assert not load_backbone(SpectralSwin(**SWIN, window_size=old), str(tmp_path / "swin.pth")).resized
+
+
+VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (96, 64), (80, 112)])
+def test_positions_of_another_grid(size, tmp_path):
+    """users.md A7: the file says its grid, which a square one of as many rows would not tell."""
+    torch.manual_seed(0)
+    old, new = SpectralViT(VIT, img_size=(64, 96), patch_size=16), SpectralViT(VIT, img_size=size, patch_size=16)
+    rows = torch.arange(4.0).view(4, 1, 1).expand(4, 6, 16)  # the row of each patch
+    old.pos_embed.data = torch.cat((torch.full((1, 1, 16), 9.0), rows.reshape(1, 24, 16)), dim=1)
+    torch.save(old.state_dict(), tmp_path / "vit.pth")
+    report = load_backbone(new, str(tmp_path / "vit.pth"))
+    assert report.resized == (("pos_embed",) if old.pos_embed.shape != new.pos_embed.shape else ())
+    fitted = new.pos_embed.detach()[0, 1:].unflatten(0, [side // 16 for side in size])
+    assert (new.pos_embed[0, 0] == 9).all()
+    torch.testing.assert_close(fitted, fitted[:, :1].expand_as(fitted))  # constant along a row
+    assert (fitted[1:, 0] > fitted[:-1, 0]).all()
+    assert torch.equal(new.pos_embed, old.pos_embed) == (size == (64, 96))
+
+
+@pytest.mark.parametrize("from_distilled", [True, False])
+def test_distillation_token(from_distilled, tmp_path):
+    """users.md A10: 198 rows of a distilled file into 197 and back, under the official names."""
+    torch.manual_seed(0)
+    arch = dict(VIT, num_layers=2)
+    old, new = (SpectralDeiT(arch, distillation=d) for d in (from_distilled, not from_distilled))
+    heads = {f"{name}.weight": torch.zeros(5, 16) for name in ("head", *(["head_dist"] if from_distilled else []))}
+    official = from_mmpretrain(old.state_dict(), naming_of(FAMILIES["vit"], "official"))
+    torch.save({"model": official | heads}, tmp_path / "deit.pth")
+    drawn = new.pos_embed.detach().clone()
+    report = load_backbone(new, str(tmp_path / "deit.pth"))
+    assert report.resized == ("pos_embed",) and len(report.skipped) == len(heads)
+    assert torch.equal(new.pos_embed[:, -196:], old.pos_embed[:, -196:])
+    assert torch.equal(new.pos_embed[:, 0], old.pos_embed[:, 0])
+    if from_distilled:
+        assert report.unused == ("dist_token",) and report.matched == report.total
+    else:
+        assert report.missing == ("dist_token",)
+        assert torch.equal(new.pos_embed[:, 1], drawn[:, 1])
+
+
+def test_a_file_of_another_family_or_size_is_named(tmp_path):
+    swin = SpectralSwin(**SWIN, window_size=4)
+    torch.save(from_mmpretrain(swin.state_dict(), naming_of(FAMILIES["swin"], "timm")), tmp_path / "swin.pth")
+    with pytest.raises(ValueError, match="The file holds a swin, and SpectralXCiT is a xcit"):
+        load_backbone(build(), str(tmp_path / "swin.pth"))
+    deeper = SpectralSwin(dict(embed_dims=16, depths=[9, 9], num_heads=[1, 2]), window_size=4)
+    with pytest.raises(ValueError, match="a smaller or another model: state its `arch`"):
+        load_backbone(deeper, str(tmp_path / "swin.pth"))
+    wider = SpectralSwin(dict(SWIN["arch"], num_heads=[2, 4]), window_size=4)
+    with pytest.raises(ValueError, match=r"3 shapes differ.*bias_table: file \(49, 1\), model \(49, 2\)"):
+        load_backbone(wider, str(tmp_path / "swin.pth"))
+
+
+def classifier(num_classes, conditioning=None):
+    return MODELS.build(
+        dict(
+            type="mmpretrain.ImageClassifier",
+            backbone=dict(type="mmspectral.SpectralXCiT", arch=TINY, patch_size=8, conditioning=conditioning),
+            head=dict(type="mmpretrain.LinearClsHead", num_classes=num_classes, in_channels=32),
+        )
+    )
+
+
+def test_a_head_of_other_classes_is_skipped_and_listed():
+    """users.md A12, on a classifier; on a Mask R-CNN below."""
+    source, target = classifier(80), classifier(2)
+    weights, report = fit_to_model(target, {"state_dict": source.state_dict()}, "file.pth")
+    assert report.share == 1 and report.skipped == ("head.fc.weight", "head.fc.bias")
+    assert not report.missing and "skipped: head (2 tensors)" in str(report)
+    missing, unexpected = target.load_state_dict(weights.state_dict(), strict=False)
+    assert missing == ["head.fc.weight", "head.fc.bias"] and not unexpected
+    assert torch.equal(target.backbone.cls_token, source.backbone.cls_token)
+    same = classifier(80)
+    weights, report = fit_to_model(same, {"state_dict": source.state_dict()}, "file.pth")
+    assert not report.skipped and same.load_state_dict(weights.state_dict(), strict=True)
+    official = from_mmpretrain(source.backbone.state_dict(), naming_of(FAMILIES["xcit"], "official"))
+    official |= {f"head.{leaf}": tensor for leaf, tensor in source.head.fc.state_dict().items()}
+    weights, report = fit_to_model(same, {"model": official}, "official.pth")
+    assert not report.skipped and same.load_state_dict(weights.state_dict(), strict=True)
+
+
+def test_whole_models_compare_corrections():
+    trained = classifier(3, CONDITIONING)
+    file = {"state_dict": trained.state_dict()}
+    weights, _ = fit_to_model(classifier(3, CONDITIONING), file, "file.pth")
+    assert torch.equal(weights.tensors["backbone.cls_token"], trained.backbone.cls_token)
+    for conditioning in (None, dict(CONDITIONING, scale=1.0)):
+        with pytest.raises(ValueError, match=r"file.pth: backbone.xca_layers.0.attn.qkv was trained with .*scale=10.0"):
+            fit_to_model(classifier(3, conditioning), file, "file.pth")
+    with pytest.raises(ValueError, match="matched 0 of"):
+        fit_to_model(classifier(3), {"state_dict": {"backbone.conv1.weight": torch.zeros(3)}}, "file.pth")
+
+
+def test_a_file_without_notes_is_accepted_with_a_warning(capsys):
+    MMLogger.get_instance("test_a_file_without_notes")
+    fit_to_model(classifier(3, CONDITIONING), {"state_dict": dict(classifier(3).state_dict())}, "stock.pth")
+    assert "stock.pth does not say under which correction backbone.xca_layers.0.attn.qkv" in capsys.readouterr().out
+    fit_to_model(classifier(3), {"state_dict": dict(classifier(3).state_dict())}, "stock.pth")
+    assert "does not say" not in capsys.readouterr().out
+
+
+def mask_rcnn(num_classes):
+    cfg = mmengine.hub.get_config("mmdet::_base_/models/mask-rcnn_r50_fpn.py")
+    cfg.model.backbone = dict(
+        type="mmspectral.SpectralSwin", **SWIN, window_size=4, out_indices=(0, 1), _scope_="mmspectral"
+    )
+    cfg.model.neck.update(in_channels=[16, 32], out_channels=16, num_outs=5)
+    cfg.model.rpn_head.update(in_channels=16, feat_channels=16)
+    for name in ("bbox_roi_extractor", "mask_roi_extractor"):
+        cfg.model.roi_head[name].out_channels = 16
+    cfg.model.roi_head.bbox_head.update(in_channels=16, fc_out_channels=16, num_classes=num_classes)
+    cfg.model.roi_head.mask_head.update(in_channels=16, conv_out_channels=16, num_classes=num_classes)
+    with DefaultScope.overwrite_default_scope("mmdet"):
+        return mmdet_models.build(cfg.model)
+
+
+def test_mask_rcnn_of_80_classes_fills_one_of_2():
+    """users.md A12."""
+    source, target = mask_rcnn(80), mask_rcnn(2)
+    weights, report = fit_to_model(target, {"state_dict": source.state_dict(), "meta": {}}, "coco.pth")
+    assert report.share == 1 and not report.missing
+    assert {name.rpartition(".")[0] for name in report.skipped} == {
+        "roi_head.bbox_head.fc_cls",
+        "roi_head.bbox_head.fc_reg",
+        "roi_head.mask_head.conv_logits",
+    }
+    missing, unexpected = target.load_state_dict(weights.state_dict(), strict=False)
+    assert set(missing) == set(report.skipped) and not unexpected
+    assert torch.equal(target.rpn_head.rpn_cls.weight, source.rpn_head.rpn_cls.weight)
+
+
+class RunnerOf:
+    """What the hook sees of a Runner."""
+
+    def __init__(self, model, resume=False):
+        self.model, self._resume, self._load_from = model, resume, "file.pth"
+
+
+def test_the_hook_hands_fitting_weights_to_the_runner():
+    source, target = classifier(5), classifier(2)
+    checkpoint = {"state_dict": {f"module.{name}": tensor for name, tensor in source.state_dict().items()}}
+    given = checkpoint["state_dict"]
+    CheckpointFittingHook().after_load_checkpoint(RunnerOf(target, resume=True), checkpoint)
+    assert checkpoint["state_dict"] is given
+    CheckpointFittingHook().after_load_checkpoint(RunnerOf(nn.DataParallel(target)), checkpoint)
+    assert checkpoint["state_dict"].keys() == {n for n in target.state_dict() if n.startswith("backbone.")}
+    with pytest.raises(ValueError, match="file.pth.*At least 100 % must match"):
+        CheckpointFittingHook(1.0).after_load_checkpoint(
+            RunnerOf(target), {"state_dict": {"cls_token": torch.zeros(1)}}
+        )
