@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mmspectral"
-FLOORS = {"ops": 1, "layers": 2, "models": 3, "checkpoints": 3, "engine": 4, "analysis": 4, "datasets": 4, "evaluation": 4, "apis": 4}
-BELOW_ALL = {"compat", "registry", "version", "configs_path", "errors"}  # stand beside the floors and import none of them
+FLOORS = dict(ops=1, layers=2, models=3, checkpoints=3, analysis=4, datasets=4, evaluation=4, engine=5, apis=6)
+BELOW_ALL = {"compat", "registry", "version", "configs_path", "errors"}  # stand below the floors
 
 
 def imported_modules(path):

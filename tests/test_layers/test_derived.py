@@ -23,7 +23,8 @@ from mmspectral.layers import (
     stored_corrections,
     unfold,
 )
-from mmspectral.ops import ProjectionLayout, reference
+from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.conditioning import reference
 
 CORRECTIONS = [SVDCorrection, PolarCorrection]
 LAYOUTS = list(itertools.product(ops.ROW_ORDERS, ops.SCOPES, [(2, 3, 6), (2, 4, 5), (3, 2, 9)]))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmspectral import ops
-from mmspectral.ops import ProjectionLayout, reference
+from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.conditioning import reference
 
 # heads, rows per head, input features: square, wide, tall, odd.
 SHAPES = [(2, 3, 6), (3, 5, 15), (2, 4, 5), (2, 3, 9)]
