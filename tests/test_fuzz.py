@@ -19,7 +19,7 @@ from torch import nn
 import mmspectral
 from mmspectral import layers
 from mmspectral.checkpoints.load import LoadReport, load_backbone
-from mmspectral.compat.checkpoints import DamagedCheckpointError, UnsafeCheckpointError
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
 from mmspectral.layers.surgery import condition_linear
 from mmspectral.models.backbones import SpectralDaViT, SpectralSwin, SpectralViT, SpectralXCiT
 

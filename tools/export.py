@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from mmspectral.apis.export import PARTS, SUFFIXES, export
-from mmspectral.engine.runner.config import (
+from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
     read_config,

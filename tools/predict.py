@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mmspectral.apis import find_images, predict
-from mmspectral.engine.runner.config import (
+from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
     read_config,

@@ -10,7 +10,7 @@ import argparse
 from mmengine.runner import Runner
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mmspectral.engine.runner.config import add_run_arguments, report_usage_errors, run_config
+from mmspectral.arguments import add_run_arguments, report_usage_errors, run_config
 from mmspectral.engine.runner.launch import launch_run, require_checkpoint
 from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
 

@@ -10,8 +10,8 @@ import argparse
 from mmengine.runner import Runner
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from mmspectral.arguments import add_run_arguments, report_usage_errors, run_config
 from mmspectral.datasets.check import check_before_training
-from mmspectral.engine.runner.config import add_run_arguments, report_usage_errors, run_config
 from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, launch_run, set_resume
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
+from mmspectral.arguments import host_package
 from mmspectral.checkpoints.files import read_checkpoint
 from mmspectral.checkpoints.load import fit_to_model
 from mmspectral.compat.atomic_write import write_atomically
-from mmspectral.engine.runner.config import host_package
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralViT

@@ -17,8 +17,8 @@ from mmengine.registry import DefaultScope
 from rich.progress import track
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from mmspectral.arguments import host_package
 from mmspectral.datasets.coco_ids import image_ids, read_annotations
-from mmspectral.engine.runner.config import host_package
 from mmspectral.errors import UsageError
 
 

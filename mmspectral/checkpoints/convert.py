@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, Family, Naming, detect, from_mmpretrain, naming_of, to_mmpretrain
-from mmspectral.compat.checkpoints import UnsafeCheckpointError, refusal_reason, use_safe_loading
-from mmspectral.errors import UsageError
+from mmspectral.compat.checkpoints import refusal_reason, use_safe_loading
+from mmspectral.errors import UnsafeCheckpointError, UsageError
 from mmspectral.layers import METADATA_KEY, ConditionedLinear, conditioned_projections, folded_state_dict
 
 TARGETS = ("mmpretrain", "mmdet", "timm", "official", "mmseg")

@@ -22,18 +22,11 @@ from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
 
 FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _ZIP = b"PK\x03\x04"  # how torch, too, tells its files from those of before 1.6
-
-
-class DamagedCheckpointError(RuntimeError):
-    """A file is no checkpoint, or no longer one."""
-
-
-class UnsafeCheckpointError(RuntimeError):
-    """A checkpoint needs code to be run in order to be read."""
 
 
 def _statistics_method(owner: type, name: str) -> Callable:

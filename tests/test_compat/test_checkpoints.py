@@ -14,12 +14,12 @@ from mmengine.runner import load_checkpoint
 from mmspectral.compat.checkpoints import (
     FORCE_SAFE,
     FORCE_UNSAFE,
-    UnsafeCheckpointError,
     load_from_local,
     refusal_reason,
     use_safe_loading,
     use_trusting_loading,
 )
+from mmspectral.errors import UnsafeCheckpointError
 
 
 class Reduced:

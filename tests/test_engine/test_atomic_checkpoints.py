@@ -23,11 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
-from mmspectral.compat.checkpoints import UnsafeCheckpointError
 from mmspectral.engine.checkpoint_backend import AtomicBackend, FileWriteError
 from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
 from mmspectral.engine.runner.resume import choose_checkpoint
-from mmspectral.errors import UsageError
+from mmspectral.errors import UnsafeCheckpointError, UsageError
 from mmspectral.registry import HOOKS
 
 # See tests/README.md.

@@ -19,14 +19,11 @@ from torch.utils.data import DataLoader
 
 from mmspectral.checkpoints.files import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
-from mmspectral.compat.checkpoints import (
-    DamagedCheckpointError,
-    load_from_local,
-)
+from mmspectral.compat.checkpoints import load_from_local
 from mmspectral.engine.hooks.epoch_seed import seed_worker
 from mmspectral.engine.runner.fault_tolerance import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
-from mmspectral.errors import UsageError
+from mmspectral.errors import DamagedCheckpointError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tests" / "data" / "toy_faults" / "config.py"

@@ -7,7 +7,7 @@ import torch
 from mmengine.registry import MODELS, DefaultScope
 from mmpretrain.structures import DataSample
 
-from mmspectral.engine.runner.config import read_config
+from mmspectral.arguments import read_config
 from mmspectral.models.dark_sites import feature_kernels
 
 VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)

@@ -9,8 +9,8 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
 
 from mmspectral.analysis.stock_twins import FAMILIES, DenseBackbone
+from mmspectral.arguments import read_config
 from mmspectral.compat import mmcv_ops_backend
-from mmspectral.engine.runner.config import read_config
 from mmspectral.models import DarkDeiT, DarkSwin, DarkViT
 
 SIZE = (64, 96)

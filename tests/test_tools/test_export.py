@@ -9,7 +9,7 @@ from mmengine.registry import MODELS, DefaultScope
 
 from mmspectral.apis import export as export_module
 from mmspectral.apis.export import export
-from mmspectral.engine.runner.config import read_config
+from mmspectral.arguments import read_config
 from mmspectral.errors import UsageError
 from mmspectral.layers import ConditionedLinear
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from mmengine.config import Config
 
+from mmspectral.arguments import add_run_arguments, host_package, read_config, set_loading
 from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
-from mmspectral.engine.runner.config import add_run_arguments, host_package, read_config, set_loading
 from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, prepare_cfg_for_device, set_resume
 from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
 from mmspectral.errors import UsageError

@@ -13,7 +13,7 @@ from pathlib import Path
 from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint
 from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.analysis.model_calibration import markdown_table, write_csv
-from mmspectral.engine.runner.config import (
+from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
     read_config,

@@ -13,7 +13,7 @@ from pathlib import Path
 from mmspectral.analysis.conditioning_report import Subject, collect_report
 from mmspectral.analysis.jacobian import JacobianSettings
 from mmspectral.analysis.report_html import render_report
-from mmspectral.engine.runner.config import (
+from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
     read_config,

@@ -10,7 +10,7 @@ import argparse
 from mmengine.logging import MMLogger
 
 from mmspectral.analysis.complexity import Complexity, count_config
-from mmspectral.engine.runner.config import add_config_arguments, host_package, read_config, report_usage_errors
+from mmspectral.arguments import add_config_arguments, host_package, read_config, report_usage_errors
 
 DEFAULT_SHAPES = {"mmpretrain": (224, 224), "mmdet": (800, 1280)}
 

@@ -8,8 +8,8 @@ Prints a table, warnings and errors; the exit status is 1 if there is an error.
 import argparse
 import sys
 
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
 from mmspectral.datasets.check import check_dataset
-from mmspectral.engine.runner.config import add_config_arguments, read_config, report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,7 +6,7 @@ usage: python tools/misc/print_config.py CONFIG [--cfg-options KEY=VALUE ...] [-
 import argparse
 from pathlib import Path
 
-from mmspectral.engine.runner.config import add_config_arguments, read_config, report_usage_errors
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

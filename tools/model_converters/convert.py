@@ -8,9 +8,9 @@ SRC may be a file of mmpretrain, mmdet, timm or the official code, .pth or .safe
 import argparse
 from pathlib import Path
 
+from mmspectral.arguments import report_usage_errors
 from mmspectral.checkpoints.convert import TARGETS, convert
 from mmspectral.checkpoints.names import FAMILIES
-from mmspectral.engine.runner.config import report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

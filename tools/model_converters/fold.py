@@ -6,8 +6,8 @@ usage: python tools/model_converters/fold.py SRC DST
 import argparse
 from pathlib import Path
 
+from mmspectral.arguments import report_usage_errors
 from mmspectral.checkpoints.convert import fold_file
-from mmspectral.engine.runner.config import report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

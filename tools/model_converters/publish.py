@@ -8,8 +8,8 @@ DST of name.pth becomes name_DATE-HASH.pth. Weights and meta are kept; optimizer
 import argparse
 from pathlib import Path
 
+from mmspectral.arguments import report_usage_errors
 from mmspectral.checkpoints.convert import publish
-from mmspectral.engine.runner.config import report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

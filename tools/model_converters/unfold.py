@@ -6,8 +6,8 @@ usage: python tools/model_converters/unfold.py CONFIG SRC DST
 import argparse
 from pathlib import Path
 
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
 from mmspectral.checkpoints.convert import unfold_file
-from mmspectral.engine.runner.config import add_config_arguments, read_config, report_usage_errors
 
 
 def parse_args() -> argparse.Namespace:

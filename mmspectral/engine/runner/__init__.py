@@ -1,6 +1,6 @@
 """What the command lines in ``tools/`` do, as functions."""
 
-from mmspectral.engine.runner.config import read_config
+from mmspectral.arguments import read_config
 from mmspectral.engine.runner.launch import launch_run, prepare_cfg_for_device
 from mmspectral.errors import UsageError
 

@@ -7,8 +7,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
-from mmspectral.compat.checkpoints import UnsafeCheckpointError
-from mmspectral.errors import UsageError
+from mmspectral.errors import UnsafeCheckpointError, UsageError
 
 
 def choose_checkpoint(cfg: Config) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
 
-from mmspectral.engine.runner.config import host_package
+from mmspectral.arguments import host_package
 from mmspectral.errors import UsageError
 
 

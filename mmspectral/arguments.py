@@ -1,4 +1,4 @@
-"""From a command line to the config of a run."""
+"""From a command line to the config of a run; imports nothing slow, so that a mistyped path is reported at once."""
 
 import argparse
 import functools
@@ -9,18 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mmengine.hub
 from mmengine.config import Config, DictAction
 
-from mmspectral.compat.checkpoints import (
-    DamagedCheckpointError,
-    UnsafeCheckpointError,
-    refusal_reason,
-    use_safe_loading,
-    use_trusting_loading,
-)
 from mmspectral.configs_path import config_path
-from mmspectral.errors import UsageError
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 
 
 def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +25,8 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
         except (UsageError, DamagedCheckpointError, UnsafeCheckpointError) as error:
             message = str(error)
         except pickle.UnpicklingError as error:
+            from mmspectral.compat.checkpoints import refusal_reason
+
             # From a source whose loader is mmengine's own, such as torchvision://.
             message = (
                 f"A checkpoint is not read, because reading it may run code from it ({refusal_reason(error)}). "
@@ -79,6 +73,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def set_loading(args: argparse.Namespace) -> None:
     """Choose how this process reads checkpoints, from the argument of :func:`add_trust_argument`."""
+    from mmspectral.compat.checkpoints import use_safe_loading, use_trusting_loading
+
     if args.trust_checkpoint:
         use_trusting_loading()
     else:
@@ -103,6 +99,8 @@ def read_config(name: str, options: dict[str, Any] | None = None, import_modules
         if package == "mmspectral":
             cfg = Config.fromfile(config_path(path), import_custom_modules=import_modules)
         elif separator:
+            import mmengine.hub
+
             cfg = mmengine.hub.get_config(name)
         elif Path(name).is_file():
             cfg = Config.fromfile(name, import_custom_modules=import_modules)
