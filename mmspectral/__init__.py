@@ -5,8 +5,8 @@ operators to mmcv where mmcv's compiled extension is absent
 (:mod:`mmspectral.compat.mmcv_ops`), and it tells mmengine where the configs
 behind ``mmspectral::`` lie. Backbones, layers and hooks are imported when a
 config names them, or by ``import mmspectral.layers`` and its siblings;
-:func:`condition`, :func:`fold` and :func:`unfold`, which act on any model, when
-they are first used.
+:func:`condition`, :func:`fold`, :func:`unfold` and :func:`sites`, which act on
+any model, when they are first used.
 """
 
 from typing import TYPE_CHECKING
@@ -17,17 +17,17 @@ from mmspectral.configs_path import register_with_mmengine as _register_with_mme
 from mmspectral.version import __version__
 
 if TYPE_CHECKING:
-    from mmspectral.layers.any_model import condition, fold, unfold
+    from mmspectral.layers import condition, fold, sites, unfold
 
 _install_mmcv_ops()
 _register_with_mmengine()
 
-__all__ = ["__version__", "condition", "config_path", "fold", "unfold"]
+__all__ = ["__version__", "condition", "config_path", "fold", "sites", "unfold"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("condition", "fold", "unfold"):
-        from mmspectral.layers import any_model  # torch, which a light import leaves out
+    if name in ("condition", "fold", "sites", "unfold"):
+        from mmspectral import layers  # torch, which a light import leaves out
 
-        return getattr(any_model, name)
+        return getattr(layers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,7 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCH
 from torch.overrides import TorchFunctionMode
 
 import mmspectral
-from mmspectral.layers import attention_layers, replaced_projections
-from mmspectral.layers.any_model import corrected_parameters
+from mmspectral.layers import attention_layers, corrected_parameters, replaced_projections
 from mmspectral.models.backbones import (
     DarkDeiT,
     DarkSwin,

@@ -128,8 +128,8 @@ def measure(
 def _spectra(projection: AttentionProjection, scope: str) -> Iterator[ProjectionSpectrum]:
     weight, corrected = projection.matrices()
     layout = projection.layout
-    without = ops.split_projections(weight, layout, scope)
-    with_ = None if corrected is weight else ops.split_projections(corrected, layout, scope)
+    without = layout.split(weight, scope)
+    with_ = None if corrected is weight else layout.split(corrected, scope)
     for i, role in enumerate(layout.roles):
         sigma, kappa = _worst(without[i])
         corrected_sigma, corrected_kappa = (None, None) if with_ is None else _worst(with_[i])
@@ -166,7 +166,7 @@ def _jacobians(
         if _parent(name) == settings.layer:
             weight, corrected = projection.matrices()
             for kind, matrix in (("W", weight), ("W + C", corrected)):
-                blocks = ops.split_projections(matrix, projection.layout, "head")  # [P, h, d, D]
+                blocks = projection.layout.split(matrix, "head")  # [P, h, d, D]
                 heads[kind].update(zip(projection.layout.roles, blocks[:, 0], strict=True))
     temperature = xca_temperature(model.get_submodule(settings.layer))
     same = all(torch.equal(heads["W"][role], heads["W + C"][role]) for role in heads["W"])

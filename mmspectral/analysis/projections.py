@@ -94,11 +94,11 @@ class AttentionProjection:
         gradient = self.weight.grad
         if gradient is None:
             return {}
-        blocks = ops.split_projections(gradient.detach().double(), self.layout)  # [P, D, E]
+        blocks = self.layout.split(gradient.detach().double())  # [P, D, E]
         return dict(zip(self.layout.roles, blocks.flatten(1).norm(dim=1).tolist(), strict=True))
 
     def _by_role(self, weight: Tensor) -> dict[str, Spectrum]:
-        blocks = ops.split_projections(weight, self.layout, self.scope)  # [P, D, E] or [P, h, d, E]
+        blocks = self.layout.split(weight, self.scope)  # [P, D, E] or [P, h, d, E]
         return dict(zip(self.layout.roles, map(spectrum, blocks), strict=True))
 
 

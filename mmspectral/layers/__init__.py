@@ -1,29 +1,47 @@
 """Floor 2: ``nn.Module``s and what acts on them; needs torch and no OpenMMLab."""
 
-from mmspectral.layers.base import Conditioning, build_conditioning, register_conditioning
-from mmspectral.layers.corrections import Correction, IdentityCorrection
+from mmspectral.layers.alternatives import OrthogonalInit, QKNorm, SigmaReparam, SpectralNorm
+from mmspectral.layers.corrections import (
+    ConditionedLinear,
+    Correction,
+    DerivedCorrection,
+    IdentityCorrection,
+    PolarCorrection,
+    SVDCorrection,
+)
 from mmspectral.layers.dark import DarkAttention
-from mmspectral.layers.derived import DerivedCorrection, PolarCorrection, SVDCorrection
 from mmspectral.layers.kernels import build_kernel
-from mmspectral.layers.projection import METADATA_KEY, ConditionedLinear
+from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.layers.projection import (
+    METADATA_KEY,
+    Conditioning,
+    Projection,
+    build_conditioning,
+    changed_function,
+    register_conditioning,
+)
 from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
+from mmspectral.layers.sites import Site, find_sites
 from mmspectral.layers.surgery import (
-    Sites,
+    condition,
     condition_linear,
     conditioned_projections,
+    corrected_parameters,
     fold,
     folded_state_dict,
     refresh_corrections,
     replaced_projections,
+    sites,
     stored_corrections,
     unfold,
+    unfolded_weight,
 )
-from mmspectral.layers.switches import OrthogonalInit, QKNorm, SigmaReparam, SpectralNorm, SwitchedLinear
 
 __all__ = [
     "METADATA_KEY",
     "ConditionedLinear",
+    "ConditionedMultiheadAttention",
     "Conditioning",
     "Correction",
     "DarkAttention",
@@ -31,19 +49,23 @@ __all__ = [
     "IdentityCorrection",
     "OrthogonalInit",
     "PolarCorrection",
+    "Projection",
     "QKNorm",
     "RandomFeatureKernel",
     "SVDCorrection",
     "Saturation",
     "SigmaReparam",
-    "Sites",
+    "Site",
     "SpectralNorm",
-    "SwitchedLinear",
     "attention_layers",
     "build_conditioning",
     "build_kernel",
+    "changed_function",
+    "condition",
     "condition_linear",
     "conditioned_projections",
+    "corrected_parameters",
+    "find_sites",
     "fold",
     "folded_state_dict",
     "probe_tokens",
@@ -52,6 +74,8 @@ __all__ = [
     "replaced_projections",
     "saturation",
     "share_geometry",
+    "sites",
     "stored_corrections",
     "unfold",
+    "unfolded_weight",
 ]

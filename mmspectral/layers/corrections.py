@@ -1,20 +1,28 @@
-"""Corrections C that condition a projection: what they have in common, and the scaled identity.
+"""Corrections C that condition a projection: the scaled identity, sigma_max U V^T, and their ``nn.Linear``.
 
 A correction is not state (no parameter, not in ``state_dict``): it follows from
-its settings, or from W (:mod:`mmspectral.layers.derived`). It is built from a
-dict, ``dict(type='IdentityCorrection', scale=10.0)``.
+its settings, or from W. It is built from a dict,
+``dict(type='IdentityCorrection', scale=10.0)``.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmspectral import ops
-from mmspectral.layers.base import Conditioning, is_finite_number, register_conditioning
-from mmspectral.layers.projection import ConditionedLinear
+from mmspectral.layers.projection import (
+    METADATA_KEY,
+    Conditioning,
+    Projection,
+    changed_function,
+    is_finite_number,
+    register_conditioning,
+)
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.precision import at_least_float32
 
 
 class Correction(Conditioning):
@@ -45,12 +53,8 @@ class Correction(Conditioning):
         self.preserve_function = preserve_function
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: ProjectionLayout) -> Tensor:
-        """Return x (W + C)^T + b: x [..., E], weight [P * D, E], result [..., P * D]."""
-
-    @abstractmethod
-    def corrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
-        """Return W + C as a new tensor [P * D, E] in the dtype of ``weight``."""
+    def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
+        """Return W + C as a new tensor [P * D, E], summed in float32 or better, in ``dtype`` or that of ``weight``."""
 
     def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
         """Return C [P * D, E] for the projection ``weight``."""
@@ -60,8 +64,16 @@ class Correction(Conditioning):
         """Return the W of which ``weight`` is W + C [P * D, E]."""
         return weight - self.matrix(weight, layout)
 
+    def traced(self, proxy: fx.Proxy, weight: Tensor, layout: ProjectionLayout) -> fx.Proxy:
+        """Return W + C under ``torch.fx`` tracing, where ``proxy`` stands for W, with C as a constant of the graph.
+
+        Raises:
+            TypeError: C follows from W, which a graph of constants cannot hold.
+        """
+        raise TypeError(f"torch.fx cannot trace {self}: its C follows from W. Fold the model first.")
+
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
-        return ConditionedLinear.from_linear(linear, self, layout)
+        return ConditionedLinear(linear, self, layout)
 
     def settings(self) -> dict:
         return dict(super().settings(), scope=self.scope)
@@ -120,14 +132,10 @@ class IdentityCorrection(Correction):
         self.scale = {role: float(value) for role, value in scale.items()} if per_target else float(scale)
         self.preserve_norm = None if preserve_norm is None else float(preserve_norm)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: ProjectionLayout) -> Tensor:
-        scales, factors = self._scales_and_factors(weight, layout)
-        return ops.conditioned_linear(x, weight, bias, scales, layout, self.scope, factors)
-
-    def corrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
+    def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
         """Return W + C, or s (W + C) with ``preserve_norm``, [P * D, E]."""
         scales, factors = self._scales_and_factors(weight, layout)
-        return ops.add_identity(weight, scales, layout, self.scope, factors)
+        return ops.add_identity(weight, scales, layout, self.scope, factors, dtype)
 
     def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
         """Return C [P * D, E], without the factor s of ``preserve_norm``."""
@@ -138,6 +146,14 @@ class IdentityCorrection(Correction):
         _, factors = self._scales_and_factors(weight, layout)
         inverse = None if factors is None else [1 / factor for factor in factors]
         return ops.add_identity(weight, [-scale for scale in self._scales(layout)], layout, self.scope, inverse)
+
+    def traced(self, proxy: fx.Proxy, weight: Tensor, layout: ProjectionLayout) -> fx.Proxy:
+        """Return W + C, or s (W + C) with ``preserve_norm``, under ``torch.fx`` tracing."""
+        _, factors = self._scales_and_factors(weight, layout)
+        C = self.corrected(torch.zeros_like(weight), layout).detach()
+        if factors is None:
+            return proxy + C
+        return proxy * layout.row_factors(weight.new_tensor(factors), len(weight))[:, None] + C
 
     def settings(self) -> dict:
         norm = {} if self.preserve_norm is None else dict(preserve_norm=self.preserve_norm)
@@ -155,3 +171,246 @@ class IdentityCorrection(Correction):
             return scales, None
         factors = ops.norm_factors(scales, tuple(weight.shape), layout, self.scope, self.preserve_norm)
         return tuple(s * scale for s, scale in zip(factors, scales, strict=True)), factors
+
+
+class DerivedCorrection(Correction):
+    """Base of the corrections that are functions of W: constant for autograd, recomputed as W changes.
+
+    With ``interval=1`` C is computed in every forward pass and is no state. With a
+    longer interval it is the buffer ``correction`` of the projection (so
+    ``qkv.correction`` in the state dict), changed only
+
+    - when the projection gets a weight: built, assigned, re-initialised, or
+      loaded from a state dict that has no ``correction``;
+    - by :func:`mmspectral.layers.refresh_corrections`, which
+      :class:`mmspectral.engine.hooks.CorrectionRefreshHook` calls every
+      ``interval`` updates of the optimizer; other training loops call it
+      themselves.
+
+    So neither evaluation nor a second forward pass in one update (accumulated
+    gradients, gradient checkpointing, several losses) changes it, and a run that
+    is resumed continues as it would have. C is a deterministic function of W:
+    ranks with equal weights, hardware and libraries have equal C and need not
+    communicate. A copy with averaged weights (EMA) must be refreshed before use;
+    the hook does it for mmengine's ``EMAHook``.
+
+    Args:
+        interval: Updates of the optimizer from one C to the next.
+        scope: See :class:`Correction`.
+        targets: See :class:`Correction`.
+        preserve_function: Must be False.
+
+    Raises:
+        ValueError: ``interval`` is not a positive integer, or
+            ``preserve_function`` is set.
+    """
+
+    def __init__(
+        self,
+        interval: int = 1,
+        scope: str = "full",
+        targets: Sequence[str] = ("q", "k", "v"),
+        preserve_function: bool = False,
+    ) -> None:
+        super().__init__(scope, targets, preserve_function)
+        name = type(self).__name__
+        if preserve_function:
+            raise ValueError(
+                f"{name}: preserve_function=True is not possible. C follows from W and changes with every update, so "
+                "there is no constant to subtract from a loaded weight. Use IdentityCorrection, or load without it."
+            )
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"{name}: interval must be a positive integer, got {interval!r}.")
+        self.interval = interval
+
+    @property
+    def stored(self) -> bool:
+        return self.interval > 1
+
+    @abstractmethod
+    def blocks(self, matrices: Tensor) -> Tensor:
+        """Return the C of each matrix [..., rows, columns], in float32 or better, without gradient."""
+
+    def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
+        """Return C [P * D, E] of ``weight``, in float32 or better."""
+        with torch.no_grad():
+            matrices = layout.split(weight, self.scope)  # [P, D, E] or [P, h, d, E]
+            targeted = [p for p, role in enumerate(layout.roles) if role in self.targets]
+            found = self.blocks(matrices[targeted])
+            C = found.new_zeros(matrices.shape)
+            C[targeted] = found
+            return layout.merge(C)
+
+    def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
+        return (weight + self.matrix(weight, layout)).to(dtype or weight.dtype)
+
+    def settings(self) -> dict:
+        return dict(super().settings(), interval=self.interval)
+
+
+@register_conditioning
+class SVDCorrection(DerivedCorrection):
+    """C = sigma_max U V^T, exact (arXiv 2603.07162, Theorem 3.5).
+
+    kappa(W + C) = 2 s_1 / (s_1 + s_min) <= 2 for every W but 0, whose C is 0. In
+    the paper an SVD in every step made training 1.41 times as long.
+
+    Args:
+        interval: See :class:`DerivedCorrection`.
+        scope: See :class:`Correction`.
+        targets: See :class:`Correction`.
+        preserve_function: Must be False.
+    """
+
+    def blocks(self, matrices: Tensor) -> Tensor:
+        return ops.svd_correction(matrices)
+
+    def uncorrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
+        """Return W = W' - (s_1(W') / 2) U V^T for W' = W + C(W); valid where kappa(W') <= 2.
+
+        Singular values below s_1 / 2 would have to come from negative ones:
+        such a W' is the W + C(W) of no W.
+        """
+        return (weight - self.matrix(weight, layout) / 2).to(weight.dtype)
+
+
+@register_conditioning
+class PolarCorrection(DerivedCorrection):
+    """The C of :class:`SVDCorrection` by matrix products alone (Polar Express, arXiv 2505.16932).
+
+    kappa(W + C) <= 2.05 for kappa(W) <= ``kappa``, and the number of products
+    follows from it. Beyond, kappa(W + C) grows with kappa(W), and singular values
+    of zero stay zero, which an SVD repairs.
+
+    Args:
+        kappa: Largest condition number of W for which that holds.
+        interval: See :class:`DerivedCorrection`.
+        scope: See :class:`Correction`.
+        targets: See :class:`Correction`.
+        preserve_function: Must be False.
+
+    Raises:
+        ValueError: ``kappa`` is not a number in (1, 1e6]: float32 has no more.
+    """
+
+    invertible = False
+
+    def __init__(
+        self,
+        kappa: float = 1e3,
+        interval: int = 1,
+        scope: str = "full",
+        targets: Sequence[str] = ("q", "k", "v"),
+        preserve_function: bool = False,
+    ) -> None:
+        super().__init__(interval, scope, targets, preserve_function)
+        if isinstance(kappa, bool) or not isinstance(kappa, (int, float)) or not 1 < kappa <= 1e6:
+            raise ValueError(
+                f"PolarCorrection: kappa must be a number in (1, 1e6] (float32 resolves no more), got {kappa!r}."
+            )
+        self.kappa = float(kappa)
+
+    def blocks(self, matrices: Tensor) -> Tensor:
+        return ops.polar_correction(matrices, self.kappa)
+
+    def uncorrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
+        raise ValueError(
+            "PolarCorrection: W does not follow from W + C alone. Unfold the model that fold left, "
+            "which keeps C, or use SVDCorrection."
+        )
+
+    def settings(self) -> dict:
+        return dict(super().settings(), kappa=self.kappa)
+
+
+class ConditionedLinear(Projection, nn.Linear):
+    """``nn.Linear`` that computes x (W + C)^T + b; its parameters are W and b.
+
+    C goes onto the weight in every precision: the sum is formed in float32 and
+    rounded once to the dtype of the product. Names and shapes in ``state_dict``
+    are those of ``nn.Linear``, and ``correction`` where C is stored
+    (:class:`DerivedCorrection` with an interval). A state dict without it loads,
+    and C is computed from the loaded W.
+
+    Args:
+        linear: The projection to replace; its parameters are shared.
+        conditioning: How C is made.
+        layout: What the rows of the weight are.
+
+    Raises:
+        ValueError: The rows do not fit the layout, or the layout not the scope.
+    """
+
+    has_refresher = False
+
+    def make_state(self) -> None:
+        """Make the buffer ``correction`` where C is stored."""
+        weight = self.own("weight")
+        self.conditioning.corrected(weight.to("meta"), self.layout)
+        if self.conditioning.stored:
+            self.register_buffer("correction", torch.empty_like(weight, requires_grad=False))
+            self.refresh()
+
+    def correction_matrix(self) -> Tensor:
+        """Return the C in use [P * D, E]."""
+        if self.conditioning.stored:
+            return self.correction
+        return self.conditioning.matrix(self.own("weight"), self.layout)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Recompute a stored C from the present W; nothing happens where C is not stored.
+
+        A W that is sharded over ranks by ``fully_shard`` is gathered, for which all of them must call.
+        """
+        if not self.conditioning.stored:
+            return
+        weight = self.own("weight")
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        C = self.conditioning.matrix(whole, self.layout)
+        if (self.correction.device, self.correction.dtype) == (weight.device, weight.dtype):
+            self.correction.copy_(C)
+        else:
+            self.correction = C.to(weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [..., E] to [..., P * D]."""
+        if self.conditioning.stored and self.training and not self.has_refresher and torch.is_grad_enabled():
+            self.has_refresher = True  # say it once
+            warnings.warn(
+                f"training with {self.conditioning} but nothing refreshes C: put dict(type='mmspectral."
+                "CorrectionRefreshHook') into custom_hooks, or call mmspectral.layers.refresh_corrections(model, "
+                "updates) before each update.",
+                stacklevel=2,
+            )
+        return super().forward(x)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register as ``nn.Module`` does, also on assignment; a new weight gets its own C."""
+        super().register_parameter(name, param)
+        if name == "weight" and "correction" in self._buffers:
+            self.refresh()
+
+    def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        weight = self.own("weight")
+        if isinstance(weight, fx.Proxy):
+            return self.conditioning.traced(weight, self._parameters["weight"], self.layout)
+        if self.conditioning.stored:
+            return (at_least_float32(weight) + at_least_float32(self.correction)).to(dtype or weight.dtype)
+        return self.conditioning.corrected(weight, self.layout, dtype)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*arguments)
+        if f"{prefix}weight" not in state_dict:
+            return
+        trained = local_metadata.get(METADATA_KEY)
+        if trained not in (None, self.note()):
+            # torch raises what is collected here, mmengine logs it.
+            error_msgs.append(changed_function(f"{prefix}weight", trained, self.note()))
+        key = f"{prefix}correction"
+        if self.conditioning.stored and key not in state_dict:
+            missing_keys[:] = [missing for missing in missing_keys if missing != key]
+            self.refresh()

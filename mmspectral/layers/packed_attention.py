@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmspectral.layers.corrections import Correction
-from mmspectral.layers.projection import METADATA_KEY
+from mmspectral.layers.projection import METADATA_KEY, ShowsEffective, shown
 from mmspectral.ops import ProjectionLayout
 
 ROLES = ("q", "k", "v")
 SEPARATE_WEIGHTS = tuple(f"{role}_proj_weight" for role in ROLES)
-PARAMETERS = ("in_proj_weight", *SEPARATE_WEIGHTS, "in_proj_bias", "bias_k", "bias_v")
+WEIGHTS = ("in_proj_weight", *SEPARATE_WEIGHTS)
+PARAMETERS = (*WEIGHTS, "in_proj_bias", "bias_k", "bias_v")
 
 
-class ConditionedMultiheadAttention(nn.MultiheadAttention):
+class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose projections are W + C; its parameters are W and the biases.
 
     Covers the packed ``in_proj_weight`` [3 * E, E] and, where ``kdim`` or ``vdim``
@@ -24,13 +25,14 @@ class ConditionedMultiheadAttention(nn.MultiheadAttention):
 
     torch's fused inference kernels are not used: ``nn.TransformerEncoderLayer``
     hands ``in_proj_weight`` to them and would leave C out. Fold the model to have
-    them back. In half precision, and under autocast, W + C is rounded as one
-    matrix; fold in float32.
+    them back.
 
     Args:
         stock: The layer whose parameters it shares.
         conditioning: How C is made.
     """
+
+    in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight = map(shown, WEIGHTS)
 
     def __init__(self, stock: nn.MultiheadAttention, conditioning: Correction) -> None:
         super().__init__(
@@ -48,7 +50,7 @@ class ConditionedMultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.conditioning = conditioning
         self.layout = ProjectionLayout(ROLES, stock.num_heads)
-        self.register_state_dict_post_hook(_write_metadata)
+        self.register_state_dict_post_hook(_write_note)
         self.train(stock.training)
 
     def forward(
@@ -77,7 +79,7 @@ class ConditionedMultiheadAttention(nn.MultiheadAttention):
             # The same tensor stays the same object, so that torch projects it once.
             turned = {id(tokens): tokens.transpose(0, 1) for tokens in (query, key, value)}
             query, key, value = turned[id(query)], turned[id(key)], turned[id(value)]
-        weights = self.corrected_weights()
+        weights = self.effective_weights()
         packed = weights.pop("in_proj_weight", None)
         attended, attention = F.multi_head_attention_forward(
             query,
@@ -107,31 +109,36 @@ class ConditionedMultiheadAttention(nn.MultiheadAttention):
     def folded(self) -> nn.MultiheadAttention:
         """Return a plain ``nn.MultiheadAttention`` with weights W + C and the same biases."""
         stock = _stock_like(self)
-        for name, weight in self.corrected_weights().items():
-            trained = getattr(self, name).requires_grad
+        for name, weight in self.effective_weights().items():
+            trained = self.own(name).requires_grad
             setattr(stock, name, nn.Parameter(weight.detach(), requires_grad=trained))
         return stock
 
     def extra_repr(self) -> str:
         return f"conditioning={self.conditioning}, layout={self.layout.as_dict()}"
 
+    def note(self) -> dict:
+        """Return what the metadata of a state dict says of this layer."""
+        return dict(self.conditioning.settings(), layout=self.layout.as_dict())
+
     def correction_matrices(self) -> dict[str, Tensor]:
         """Return the C in use by name of the parameter that it is added to."""
-        return {
-            name: self.conditioning.matrix(getattr(self, name), layout) for name, layout in weight_layouts(self).items()
-        }
+        return {name: self.conditioning.matrix(self.own(name), layout) for name, layout in weight_layouts(self).items()}
 
-    def corrected_weights(self) -> dict[str, Tensor]:
+    def effective_weights(self) -> dict[str, Tensor]:
         """Return W + C by name of the parameter W."""
-        return {
-            name: self.conditioning.corrected(getattr(self, name), layout)
-            for name, layout in weight_layouts(self).items()
-        }
+        return {name: self.effective(name) for name in weight_layouts(self)}
+
+    def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        layout, weight = weight_layouts(self)[name], self.own(name)
+        if isinstance(weight, fx.Proxy):
+            return self.conditioning.traced(weight, self._parameters[name], layout)
+        return self.conditioning.corrected(weight, layout, dtype)
 
 
 def weight_layouts(attention: nn.MultiheadAttention) -> dict[str, ProjectionLayout]:
     """Return the row layout of each projection weight of a layer by parameter name."""
-    if attention.in_proj_weight is not None:
+    if attention._parameters.get("in_proj_weight") is not None:
         return {"in_proj_weight": ProjectionLayout(ROLES, attention.num_heads)}
     return {
         name: ProjectionLayout((role,), attention.num_heads) for role, name in zip(ROLES, SEPARATE_WEIGHTS, strict=True)
@@ -155,11 +162,12 @@ def _stock_like(attention: ConditionedMultiheadAttention) -> nn.MultiheadAttenti
 
 def _share(target: nn.MultiheadAttention, source: nn.MultiheadAttention) -> None:
     for name in PARAMETERS:
-        if name in ("bias_k", "bias_v") and getattr(source, name) is None:
+        parameter = source._parameters.get(name)
+        if name in ("bias_k", "bias_v") and parameter is None:
             continue  # torch keeps these as a plain None, not as an empty parameter
-        setattr(target, name, getattr(source, name))
+        setattr(target, name, parameter)
     target.out_proj = source.out_proj
 
 
-def _write_metadata(module: ConditionedMultiheadAttention, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    local_metadata[METADATA_KEY] = dict(module.conditioning.settings(), layout=module.layout.as_dict())
+def _write_note(module: ConditionedMultiheadAttention, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    local_metadata[METADATA_KEY] = module.note()

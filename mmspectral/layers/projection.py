@@ -1,160 +1,344 @@
-"""A linear projection whose effective weight is W + C."""
+"""What takes the place of an ``nn.Linear`` that projects to q, k or v, and the settings that say how.
+
+:class:`Conditioning` holds settings, built from ``conditioning=dict(type=...)``;
+its ``replace`` makes a :class:`Projection`, the base of every such module:
+corrections C (:mod:`mmspectral.layers.corrections`) and the alternatives that
+practitioners compare with (:mod:`mmspectral.layers.alternatives`).
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.precision import product_dtype
 
-if TYPE_CHECKING:
-    from mmspectral.layers.corrections import Correction
+PREFIX = "mmspectral."
+METADATA_KEY = "conditioning"  # in the metadata of a state dict, by module
+_TYPES: dict[str, type[Conditioning]] = {}
+_FLOAT32_LIMIT = torch.finfo(torch.float32).max
 
-METADATA_KEY = "conditioning"
+
+def is_finite_number(value: object) -> bool:
+    """Return whether ``value`` is an int or float, and no bool, that float32 can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _FLOAT32_LIMIT
 
 
-class ConditionedLinear(nn.Linear):
-    """``nn.Linear`` that computes x (W + C)^T + b; its parameters are W and b.
-
-    Names and shapes in ``state_dict`` are those of ``nn.Linear``, and
-    ``correction`` where C is stored (:class:`mmspectral.layers.DerivedCorrection`
-    with an interval). A state dict without it loads, and C is found from the
-    loaded W. That a weight was trained under C is written into the metadata of
-    the state dict (which ``torch.save`` keeps), so that a loader can tell it
-    from a stock weight.
+class Conditioning(ABC):
+    """Base of everything that ``conditioning=dict(type=...)`` can name.
 
     Args:
-        in_features: E.
-        out_features: P * D.
-        conditioning: How C is made.
-        layout: What the rows of the weight are.
-        bias: Whether there is a bias.
-        device: As in ``nn.Linear``.
-        dtype: As in ``nn.Linear``.
+        targets: Which of ``"q"``, ``"k"``, ``"v"`` are conditioned.
 
     Raises:
-        ValueError: The rows do not fit the layout, or the layout not the scope.
+        ValueError: Unknown target.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        conditioning: Correction,
-        layout: ProjectionLayout,
-        bias: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+    adopts_stock_weights = False  # whether weights trained without it compute the same under it
+
+    def __init__(self, targets: Sequence[str] = ("q", "k", "v")) -> None:
+        listed = isinstance(targets, Sequence) and not isinstance(targets, str)
+        if not listed or not targets or not all(target in ("q", "k", "v") for target in targets):
+            raise ValueError(
+                f"{type(self).__name__}: targets must be a non-empty list out of q, k, v, got {targets!r}."
+            )
+        self.targets = tuple(targets)
+
+    @abstractmethod
+    def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
+        """Return the module that takes the place of ``linear`` and shares its parameters."""
+
+    def settings(self) -> dict:
+        """Return the dict that builds this conditioning again (without loading policy)."""
+        return dict(type=type(self).__name__, targets=list(self.targets))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Conditioning) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash(repr(self.settings()))
+
+    def __repr__(self) -> str:
+        settings = self.settings()
+        name = settings.pop("type")
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+
+
+def register_conditioning(cls: type[Conditioning]) -> type[Conditioning]:
+    """Make a class available to ``conditioning=dict(type=...)`` under its name.
+
+    Raises:
+        TypeError: Not a subclass of :class:`Conditioning`.
+        ValueError: Another class has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Conditioning)):
+        raise TypeError(f"a conditioning must subclass mmspectral.layers.Conditioning, got {cls!r}.")
+    known = _TYPES.setdefault(cls.__name__, cls)
+    if known is not cls and known.__module__ != cls.__module__:
+        raise ValueError(
+            f"the name {cls.__name__} is taken by {known.__module__}.{known.__qualname__}; choose another."
+        )
+    _TYPES[cls.__name__] = cls
+    return cls
+
+
+def build_conditioning(cfg: dict | Conditioning | None) -> Conditioning | None:
+    """Build what is named by ``conditioning=dict(type=..., ...)``.
+
+    Args:
+        cfg: None (no conditioning), a built one, or a dict whose ``type`` is a
+            name known to :func:`register_conditioning`, bare or with the prefix
+            ``mmspectral.``. ``_scope_``, which config inheritance adds, is ignored.
+
+    Raises:
+        TypeError: Not a dict, or an argument that the type does not have.
+        KeyError: Unknown type.
+    """
+    if cfg is None or isinstance(cfg, Conditioning):
+        return cfg
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("type"), str):
+        raise TypeError(f"conditioning must be None or a dict with a string 'type', got {cfg!r}.")
+    arguments = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
+    name = cfg["type"].removeprefix(PREFIX)
+    if name not in _TYPES:
+        raise KeyError(
+            f"unknown conditioning type {cfg['type']!r}; known: {', '.join(sorted(_TYPES))}. "
+            "Register your own class with mmspectral.layers.register_conditioning."
+        )
+    cls = _TYPES[name]
+    accepted = list(inspect.signature(cls).parameters)
+    unknown = sorted(set(arguments) - set(accepted))
+    if unknown:
+        raise TypeError(
+            f"conditioning type {name} has no argument {', '.join(map(repr, unknown))}; "
+            f"it takes {', '.join(accepted)}. "
+            "If a parent config set it for another type, write `_delete_=True` into the child's conditioning dict."
+        )
+    return cls(**arguments)
+
+
+def in_backward_pass() -> bool:
+    """Return whether autograd runs, as it does when activation checkpointing recomputes a forward pass."""
+    # No public function tells; torch.utils.checkpoint asks it too.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class ShowsEffective:
+    """Mix-in of modules whose parameters read as what they compute with, W + C, while their attention layer runs.
+
+    Some attention layers call ``self.qkv(x)``, others compute with
+    ``self.qkv.weight``. Names in ``shown`` are properties of a subclass: W for
+    initialisers and everybody else outside, W + C from the hooks of
+    :func:`show_while_running` on, and in the backward pass, where activation
+    checkpointing runs parts of the layer again. ``parameters()`` and
+    ``state_dict()`` always hold W. W + C is computed once in a run.
+    """
+
+    site = ""  # name in the model, for messages
+    shows_weight = True  # whether a parameter can stand for what the module does
+    _runs = 0  # of the attention layer, nested
+
+    def own(self, name: str) -> Tensor | None:
+        """Return the parameter W, whoever asks (a proxy under ``torch.fx`` tracing)."""
+        # What is set in place of a removed parameter, as torch's pruning does, lies in __dict__.
+        return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+
+    def effective(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what the module computes with in the place of parameter ``name``, in ``dtype`` or that of W."""
+        if not self._runs or torch.compiler.is_compiling() or isinstance(self.own(name), fx.Proxy):
+            return self._effective(name, dtype)
+        made = self.__dict__.setdefault("_made", {})
+        key = (name, dtype or self.own(name).dtype, torch.is_grad_enabled())
+        if key not in made:
+            made[key] = self._effective(name, dtype)
+        return made[key]
+
+    def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        raise NotImplementedError
+
+    def _read(self, name: str) -> Tensor | None:
+        own = self.own(name)
+        if own is None or not (self._runs or isinstance(own, fx.Proxy) or (self.shows_weight and in_backward_pass())):
+            return own
+        if not self.shows_weight:
+            raise TypeError(
+                f"{self.site or type(self).__name__}: its attention layer computes with {name} instead of calling the "
+                f"projection, which {self.conditioning} cannot follow. Leave the layer out with `exclude`, or use a "
+                "correction such as IdentityCorrection."
+            )
+        return self.effective(name)
+
+
+def shown(name: str) -> property:
+    """Return the property that a subclass of :class:`ShowsEffective` has for its parameter ``name``."""
+
+    def assign(module: nn.Module, value: object) -> None:
+        module.__dict__[name] = value
+
+    def remove(module: nn.Module) -> None:
+        del module.__dict__[name]
+
+    return property(lambda module: module._read(name), assign, remove)
+
+
+def show_while_running(owner: nn.Module, children: Iterable[str]) -> None:
+    """Let an attention layer read W + C from the projections below its ``children`` in its forward pass.
+
+    The hooks look for the projections when they run: copies of the owner (EMA)
+    use their own, adapters around a projection are looked into, and nothing
+    happens where it was folded.
+    """
+    children = tuple(children)
+    owner.register_forward_pre_hook(functools.partial(_show, children=children))
+    owner.register_forward_hook(functools.partial(_hide, children=children), always_call=True)
+
+
+def is_shown(owner: nn.Module) -> bool:
+    """Return whether :func:`show_while_running` was called on ``owner``."""
+    return any(_is_ours(hook) for hook in owner._forward_pre_hooks.values())
+
+
+def stop_showing(owner: nn.Module) -> None:
+    """Remove the hooks of :func:`show_while_running`."""
+    for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
+        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
+            owner._forward_hooks_always_called.pop(key, None)
+
+
+def _is_ours(hook: Callable) -> bool:
+    return isinstance(hook, functools.partial) and hook.func in (_show, _hide)
+
+
+def _below(owner: nn.Module, children: Iterable[str]) -> Iterator[ShowsEffective]:
+    for child in children:
+        yield from (module for module in getattr(owner, child).modules() if isinstance(module, ShowsEffective))
+
+
+def _show(owner: nn.Module, inputs: tuple, children: tuple[str, ...]) -> None:
+    for module in _below(owner, children):
+        module._runs += 1
+
+
+def _hide(owner: nn.Module, inputs: tuple, outputs: object, children: tuple[str, ...]) -> None:
+    for module in _below(owner, children):
+        module._runs = max(module._runs - 1, 0)  # another hook before ours may have failed
+        if not module._runs:
+            module.__dict__.pop("_made", None)
+
+
+class Projection(ShowsEffective, nn.Linear):
+    """Base of the modules that take the place of an ``nn.Linear`` and hold its very parameters.
+
+    ``weight`` and ``bias`` keep their names, so a stock state dict loads with
+    ``strict=False`` and misses only the names that a subclass adds. How the
+    projection was changed is written into the metadata of the state dict (which
+    ``torch.save`` keeps), so that a loader can tell its weight from a stock one.
+
+    A subclass names ``nn.Linear`` as a second base: mmengine's initialisers for
+    ``layer='Linear'`` look at the name of the class and of its direct bases, and
+    would silently pass over a grandchild.
+
+    Args:
+        linear: The projection to replace.
+        conditioning: The settings that replace it.
+        layout: What the rows of the weight are.
+
+    Raises:
+        ValueError: The rows do not fit the layout.
+    """
+
+    changes_function = True  # whether the same weights compute something else in an nn.Linear
+    weight = shown("weight")
+
+    def __init__(self, linear: nn.Linear, conditioning: Conditioning, layout: ProjectionLayout) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        layout.rows_per_head(linear.out_features)
+        self.weight, self.bias = linear.weight, linear.bias
         self.conditioning = conditioning
         self.layout = layout
-        conditioning.corrected(torch.empty(out_features, in_features, device="meta"), layout)
-        if conditioning.stored:
-            self.register_buffer("correction", torch.empty_like(self.weight, requires_grad=False))
-            self.has_refresher = False
-            self.refresh()
-        self.register_state_dict_post_hook(_write_metadata)
+        self.targeted = [p for p, role in enumerate(layout.roles) if role in conditioning.targets]
+        self.register_state_dict_post_hook(_write_note)
+        self.make_state()
+        self.train(linear.training)
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, conditioning: Correction, layout: ProjectionLayout) -> ConditionedLinear:
-        """Return a conditioned projection that shares the parameters of ``linear``."""
-        conditioned = cls(
-            linear.in_features, linear.out_features, conditioning, layout, linear.bias is not None, device="meta"
-        )
-        conditioned.weight, conditioned.bias = linear.weight, linear.bias
-        return conditioned.train(linear.training)
+    def note(self) -> dict:
+        """Return what the metadata of a state dict says of this projection."""
+        return dict(self.conditioning.settings(), layout=self.layout.as_dict())
 
-    def corrected_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return W + C [P * D, E], of W cast to ``dtype`` if that is given."""
-        weight = self.weight if dtype is None else self.weight.to(dtype)
-        if self.conditioning.stored:
-            return weight + self.correction.to(weight.dtype)
-        return self.conditioning.corrected(weight, self.layout)
+    def make_state(self) -> None:
+        """Make what a subclass holds besides weight and bias, in the form of the present weight."""
 
-    def correction_matrix(self) -> Tensor:
-        """Return the C in use [P * D, E]."""
-        return self.correction if self.conditioning.stored else self.conditioning.matrix(self.weight, self.layout)
-
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Find a stored C again, from the present W; nothing happens where C is not stored.
+        """Recompute what follows from the weight."""
 
-        A W that is sharded over ranks by ``fully_shard`` is gathered, for which all of them must call.
-        """
-        if not self.conditioning.stored:
-            return
-        whole = self.weight.full_tensor() if hasattr(self.weight, "full_tensor") else self.weight
-        C = self.conditioning.matrix(whole, self.layout)
-        if (self.correction.device, self.correction.dtype) == (self.weight.device, self.weight.dtype):
-            self.correction.copy_(C)
-        else:
-            self.correction = C.to(self.weight.dtype)
+    def init_weights(self) -> None:
+        """Follow a weight that was re-initialised; mmengine's ``BaseModule`` calls its children by this name."""
+        self.refresh()
+
+    def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what the tokens are multiplied with, [P * D, E], in ``dtype`` or that of the weight."""
+        return self.effective("weight", dtype)
 
     def folded(self) -> nn.Linear:
-        """Return a plain ``nn.Linear`` with weight W + C and the same bias."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.corrected_weight().detach(), requires_grad=self.weight.requires_grad)
+        """Return a plain ``nn.Linear`` with the effective weight and the same bias."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        weight, own = self.effective_weight(), self.own("weight")
+        linear.weight = own if weight is own else nn.Parameter(weight.detach(), requires_grad=own.requires_grad)
         linear.bias = self.bias
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.conditioning.stored:
-            return self.conditioning.linear(x, self.weight, self.bias, self.layout)
-        if self.training and not self.has_refresher and torch.is_grad_enabled():
-            self.has_refresher = True  # say it once
-            warnings.warn(
-                f"training with {self.conditioning} but nothing refreshes C: put dict(type='mmspectral."
-                "CorrectionRefreshHook') into custom_hooks, or call mmspectral.layers.refresh_corrections(model, "
-                "updates) before each update.",
-                stacklevel=2,
-            )
-        return F.linear(x, self.corrected_weight(), self.bias)
+        """Map tokens [..., E] to [..., P * D]."""
+        dtype = None if isinstance(x, fx.Proxy) else product_dtype(x)
+        return F.linear(x, self.effective_weight(dtype), self.bias)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Projection:
+        """Apply ``fn`` as ``nn.Module`` does; if it changed the weight, as initialisers do, state follows.
+
+        mmengine's initialisers go through ``apply``, which also reaches the
+        projections whose parents are no ``BaseModule``, such as XCiT's blocks.
+        """
+        if type(self).init_weights is Projection.init_weights and type(self).refresh is Projection.refresh:
+            return super().apply(fn)
+        before = self.own("weight").detach().clone()
+        super().apply(fn)
+        after = self.own("weight")
+        same_form = (before.shape, before.dtype, before.device) == (after.shape, after.dtype, after.device)
+        if same_form and not after.is_meta and not torch.equal(before, after):
+            self.init_weights()
+        return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as ``nn.Module`` does, also on assignment; a new weight gets its own C."""
-        super().register_parameter(name, param)
-        if name == "weight" and "correction" in self._buffers:
-            self.refresh()
+        """Register as ``nn.Module`` does, also on assignment; a weight in place of one on the meta device gets state.
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> ConditionedLinear:
-        """Apply ``fn`` as ``nn.Module`` does; if it drew the weight anew, as initialisers do, so is a stored C."""
-        before = self.weight.detach().clone() if self.conditioning.stored else None
-        super().apply(fn)
-        if before is not None and not (self.weight.is_meta or torch.equal(before, self.weight)):
-            self.refresh()
-        return self
+        So a layer can be built on that device and then given the parameters of a stock layer.
+        """
+        before = self._parameters.get(name)  # none while FullyShardedDataParallel exchanges it
+        super().register_parameter(name, param)
+        if name == "weight" and before is not None and before.is_meta and not param.is_meta and "layout" in vars(self):
+            self.make_state()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, conditioning={self.conditioning}, layout={self.layout.as_dict()}"
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(*arguments)
-        trained = local_metadata.get(METADATA_KEY)
-        if f"{prefix}weight" in state_dict and trained not in (None, _note(self)):
-            # torch raises what is collected here, mmengine logs it.
-            error_msgs.append(
-                f"{prefix}weight was trained with {trained} but is loaded into a projection with {_note(self)}, which "
-                "changes what the model computes. Build the model with the file's `conditioning`, fold the file "
-                "(tools/model_converters/fold.py), or load it by mmspectral.checkpoints.load.load_backbone."
-            )
-        key = f"{prefix}correction"
-        if self.conditioning.stored and f"{prefix}weight" in state_dict and key not in state_dict:
-            missing_keys[:] = [missing for missing in missing_keys if missing != key]
-            self.refresh()
+
+def changed_function(name: str, trained: dict, own: dict) -> str:
+    """Say that a weight is loaded under another conditioning than it was trained with."""
+    return (
+        f"{name} was trained with {trained} but is loaded into a projection with {own}, which changes what the model "
+        "computes. Build the model with the file's `conditioning`, fold the file (tools/model_converters/fold.py), or "
+        "load it by mmspectral.checkpoints.load_backbone."
+    )
 
 
-def _write_metadata(module: ConditionedLinear, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    local_metadata[METADATA_KEY] = _note(module)
-
-
-def _note(module: ConditionedLinear) -> dict:
-    return dict(module.conditioning.settings(), layout=module.layout.as_dict())
+def _write_note(module: Projection, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    if module.changes_function:
+        local_metadata[METADATA_KEY] = module.note()

@@ -22,7 +22,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mmspectral.layers.weight_readers import reads_attribute
 from mmspectral.ops import ROW_ORDERS, ProjectionLayout
 
 FUSED = ("qkv", "to_qkv", "qkv_proj", "Wqkv")
@@ -51,13 +50,11 @@ class Site:
     Args:
         name: Module name of the projection, or of the ``nn.MultiheadAttention``.
         kind: ``"fused"``, ``"separate"``, ``"given"`` (by ``layout``) or
-            ``"nn.MultiheadAttention"``.
+            ``"nn.MultiheadAttention"``; ``"conditioned"`` if it is already.
         roles: What it projects to, in row order.
         num_heads: Heads of each projection; None if the model does not say.
         rows: Rows of the weight (of all three in an ``nn.MultiheadAttention``).
         row_order: As in :class:`mmspectral.ops.ProjectionLayout`.
-        reads_weight: Whether the attention layer takes the weight out of the
-            projection instead of calling it.
     """
 
     name: str
@@ -66,12 +63,23 @@ class Site:
     num_heads: int | None
     rows: int
     row_order: str = ROW_ORDERS[0]
-    reads_weight: bool = False
 
     @property
     def layout(self) -> ProjectionLayout:
         """Row layout; of one head where the number is unknown, which is all that scope ``"full"`` needs."""
         return ProjectionLayout(self.roles, self.num_heads or 1, self.row_order)
+
+
+class SiteTable(list[Site]):
+    """Sites that print as a table."""
+
+    def __str__(self) -> str:
+        rows = [("name", "kind", "roles", "heads", "rows", "layout")]
+        for site in self:
+            heads = "?" if site.num_heads is None else str(site.num_heads)
+            rows.append((site.name, site.kind, "".join(site.roles), heads, str(site.rows), site.row_order))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def find_sites(
@@ -159,16 +167,15 @@ def _read_site(name: str, module: nn.Module, child: str | None, group: dict[str,
     linear = module.get_submodule(child)
     num_heads = layout.get("num_heads", _head_count(module))
     row_order = layout.get("row_order", ROW_ORDERS[0])
-    reads = reads_attribute(type(module), child, "weight")
     if group is None:
-        return Site(name, "given", tuple(layout["roles"]), num_heads, linear.out_features, row_order, reads)
+        return Site(name, "given", tuple(layout["roles"]), num_heads, linear.out_features, row_order)
     roles = tuple(group[child])
     if len(group) > 1:
         num_heads = _heads_of(module, group, child, num_heads)
-        return Site(name, "separate", roles, num_heads, linear.out_features, row_order, reads)
+        return Site(name, "separate", roles, num_heads, linear.out_features, row_order)
     if "row_order" not in layout:
         row_order = _fused_order(name, module, child, linear)
-    return Site(name, "fused", roles, num_heads, linear.out_features, row_order, reads)
+    return Site(name, "fused", roles, num_heads, linear.out_features, row_order)
 
 
 def _read_attention(name: str, module: nn.MultiheadAttention, layout: dict) -> Site:

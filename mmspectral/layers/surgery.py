@@ -1,21 +1,31 @@
-"""Find, refresh, fold and unfold conditioned projections in any ``nn.Module``."""
+"""Condition, fold and unfold the attention projections of any ``nn.Module``: OpenMMLab, timm, transformers, yours."""
+
+from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
-from mmspectral.layers.base import Conditioning, build_conditioning
-from mmspectral.layers.corrections import Correction
-from mmspectral.layers.projection import METADATA_KEY, ConditionedLinear
-from mmspectral.layers.switched_linear import SwitchedLinear
+from mmspectral.layers.corrections import ConditionedLinear, Correction
+from mmspectral.layers.packed_attention import ConditionedMultiheadAttention, weight_layouts
+from mmspectral.layers.projection import (
+    METADATA_KEY,
+    Conditioning,
+    Projection,
+    build_conditioning,
+    is_shown,
+    show_while_running,
+    stop_showing,
+)
+from mmspectral.layers.sites import Site, SiteTable, find_sites
 from mmspectral.ops import ProjectionLayout
 
-# What is needed to unfold a projection; C itself where it does not follow from W + C.
-Sites = dict[str, tuple[Correction, ProjectionLayout] | tuple[Correction, ProjectionLayout, Tensor]]
+FOLDED = "mmspectral_folded"  # attribute of a folded module: plain data, from which `unfold` restores it
+Replaced = Projection | ConditionedMultiheadAttention
 
 
 def condition_linear(
@@ -24,11 +34,12 @@ def condition_linear(
     conditioning: Conditioning | None,
     roles: tuple[str, ...],
     num_heads: int,
-    row_order: str,
+    row_order: str = ops.ROW_ORDERS[0],
 ) -> None:
     """Put a conditioned projection, with the same parameters, in the place of ``parent.name``.
 
-    Does nothing when ``conditioning`` is None or targets none of ``roles``.
+    Does nothing when ``conditioning`` is None or targets none of ``roles``. For
+    layers that call their projections; :func:`condition` serves any other.
 
     Args:
         parent: Module that holds the projection.
@@ -44,18 +55,217 @@ def condition_linear(
     setattr(parent, name, conditioning.replace(getattr(parent, name), layout))
 
 
+def condition(
+    model: nn.Module,
+    conditioning: dict | Conditioning | None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    layout: Mapping | None = None,
+    dry_run: bool = False,
+) -> nn.Module:
+    """Condition the q, k and v projections of a model, in place.
+
+    Names and shapes of its parameters stay, and so do the parameters
+    themselves: an optimizer built before goes on working. Which modules are
+    found is said in :mod:`mmspectral.layers.sites`; look at them first with
+    ``print(mmspectral.sites(model))``. Where one is wrong, the model is left as
+    it was. Modules and weights that are shared are conditioned once and stay
+    shared.
+
+    With ``preserve_function=True`` in ``conditioning`` C is subtracted from the
+    weights that the model has, so that it computes what it did.
+
+    Attention layers that compute with ``qkv.weight`` instead of calling ``qkv``
+    read W + C while they run. Forward hooks on the projections are not kept, and
+    code outside the attention layer that reads a weight gets W.
+
+    Args:
+        model: Any module that contains attention.
+        conditioning: What is done, such as ``dict(type='IdentityCorrection',
+            scale=1.0)``; with None nothing is.
+        include: Patterns of names such as ``"blocks.*.attn"``, see
+            :func:`mmspectral.layers.sites.find_sites`.
+        exclude: Patterns to leave out.
+        layout: ``dict`` of ``num_heads``, ``row_order`` and ``roles`` for what the
+            names do not tell.
+        dry_run: Removed.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: Nothing found, or a site that cannot be conditioned so.
+        TypeError: ``dry_run`` is given.
+    """
+    if dry_run:
+        raise TypeError("condition() has no dry run any more: print(mmspectral.sites(model)) shows what it would find.")
+    conditioning = build_conditioning(conditioning)
+    if conditioning is None:
+        return model
+    found = find_sites(model, include, exclude, layout)
+    found = [site for site in found if set(site.roles) & set(conditioning.targets)]
+    _install(model, {site.name: _replacement(model, site, conditioning) for site in found}, shown=True)
+    if getattr(conditioning, "preserve_function", False):
+        _preserve_function(model.get_submodule(site.name) for site in found)
+    return model
+
+
+def sites(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    layout: Mapping | None = None,
+) -> SiteTable:
+    """Return the attention projections of a model: those that :func:`condition` finds, and those it conditioned.
+
+    Args:
+        model: Any module.
+        include: As for :func:`condition`.
+        exclude: As for :func:`condition`.
+        layout: As for :func:`condition`.
+
+    Returns:
+        A list of :class:`mmspectral.layers.sites.Site` that prints as a table.
+
+    Raises:
+        ValueError: There are none.
+    """
+    done = [
+        Site(name, "conditioned", module.layout.roles, module.layout.num_heads, _rows(module), module.layout.row_order)
+        for name, module in _replaced(model).items()
+    ]
+    try:
+        return SiteTable([*done, *find_sites(model, include, exclude, layout)])
+    except ValueError:
+        if done and include is None and exclude is None and layout is None:
+            return SiteTable(done)
+        raise
+
+
+def fold(model: nn.Module, keep: bool = True) -> nn.Module:
+    """Write what each projection computes with into stock modules, in place.
+
+    The model then computes the same function with no class of this package in
+    it, and its ``state_dict`` loads into stock code.
+
+    Args:
+        model: A conditioned model; one that is not stays as it is.
+        keep: Whether folded modules keep what :func:`unfold` needs, as plain data
+            under the attribute ``mmspectral_folded``, which copies and pickles
+            have and state dicts have not. False for export.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: ``model`` itself is a conditioned projection; use its
+            ``folded()``. Or the conditioning cannot be folded, or weights are
+            sharded. The model is left as it was.
+    """
+    replaced = _replaced(model)
+    if "" in replaced:
+        raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
+    for parameter in (p for module in replaced.values() for p in module.parameters() if p.dim() == 2):
+        ops.require_whole(parameter)
+    _warn_of_low_precision(p for module in replaced.values() for p in module.parameters())
+    folded: dict[str, nn.Module] = {}
+    tied: dict[tuple, nn.Parameter] = {}
+    for name, module in replaced.items():
+        stock = folded[name] = module.folded()
+        for parameter in corrected_parameters(module):
+            key = (id(module.own(parameter)), repr(module.note()))
+            setattr(stock, parameter, tied.setdefault(key, getattr(stock, parameter)))
+        if keep and corrected_parameters(module):
+            setattr(stock, FOLDED, _record(module, is_shown(_owner(model, name)[0])))
+    _put(model, folded)
+    for module in model.modules():
+        if is_shown(module) and not _replaced(module):
+            stop_showing(module)
+    return model
+
+
+def unfold(
+    model: nn.Module,
+    conditioning: dict | Correction | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    layout: Mapping | None = None,
+) -> nn.Module:
+    """Undo :func:`fold`, in place: weights W + C become W under their correction again.
+
+    Args:
+        model: A model that :func:`fold` left; or, with ``conditioning``, one
+            whose weights are W + C, such as a stock model with a folded file.
+        conditioning: The correction, where the model does not remember it.
+        include: With ``conditioning``, as for :func:`condition`.
+        exclude: With ``conditioning``, as for :func:`condition`.
+        layout: With ``conditioning``, as for :func:`condition`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: The model remembers no correction and none is given, or a
+            weight is not W + C of any W. The model is left as it was.
+    """
+    replacements, weights, shown = {}, {}, []
+    if conditioning is None:
+        records = {name: vars(m)[FOLDED] for name, m in model.named_modules() if FOLDED in vars(m)}
+        if not records:
+            raise ValueError(
+                "unfold found nothing that fold has left in this model: it was folded with keep=False, rebuilt from a "
+                "state dict, or never folded. Give the correction, such as unfold(model, "
+                "dict(type='IdentityCorrection', scale=10.0))."
+            )
+        for name, record in records.items():
+            correction = build_conditioning(record["settings"])
+            rows = ProjectionLayout(**record["layout"])
+            site = Site(name, "folded", rows.roles, rows.num_heads, 0, rows.row_order)
+            replacements[name] = _replacement(model, site, correction)
+            weights[name] = _unfolded(name, replacements[name], record["corrections"])
+            shown += [name] if record["shown"] else []
+    else:
+        correction = build_conditioning(conditioning)
+        if not isinstance(correction, Correction):
+            raise ValueError(f"{correction} is no correction, so that no weight is its W + C.")
+        for site in find_sites(model, include, exclude, layout):
+            replacements[site.name] = _replacement(model, site, correction)
+            weights[site.name] = _unfolded(site.name, replacements[site.name], {})
+            shown.append(site.name)
+    written: set[int] = set()
+    for name, module in replacements.items():
+        with torch.no_grad():
+            for parameter, weight in weights[name].items():
+                if id(module.own(parameter)) not in written:
+                    module.own(parameter).copy_(weight)
+                    written.add(id(module.own(parameter)))
+            if "correction" in module._buffers:
+                C = getattr(model.get_submodule(name), FOLDED, {}).get("corrections", {}).get("weight")
+                module.refresh() if C is None else module.correction.copy_(C)
+    _install(model, replacements, shown=False)
+    _show(model, shown)
+    return model
+
+
 def conditioned_projections(model: nn.Module) -> dict[str, ConditionedLinear]:
     """Return the conditioned projections of ``model`` by name, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ConditionedLinear)}
 
 
-def replaced_projections(model: nn.Module) -> dict[str, ConditionedLinear | SwitchedLinear]:
+def replaced_projections(model: nn.Module) -> dict[str, Projection]:
     """Return the projections of ``model`` that compute something else than a plain one with their weights, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, ConditionedLinear) or (isinstance(module, SwitchedLinear) and module.changes_function)
+        if isinstance(module, Projection) and module.changes_function
     }
+
+
+def corrected_parameters(module: nn.Module) -> dict[str, ProjectionLayout]:
+    """Return which parameters of a module have a correction, and their rows; empty for other modules."""
+    if isinstance(module, ConditionedMultiheadAttention):
+        return weight_layouts(module)
+    return {"weight": module.layout} if isinstance(module, ConditionedLinear) else {}
 
 
 def stored_corrections(model: nn.Module) -> dict[str, ConditionedLinear]:
@@ -64,7 +274,7 @@ def stored_corrections(model: nn.Module) -> dict[str, ConditionedLinear]:
 
 
 def refresh_corrections(model: nn.Module, updates: int | None = None) -> int:
-    """Find the stored corrections of ``model`` again from its weights, in place.
+    """Recompute the stored corrections of ``model`` from its weights, in place.
 
     Call it before each forward pass that begins an update of the optimizer,
     with the number of updates so far; or without that number when the weights
@@ -85,60 +295,6 @@ def refresh_corrections(model: nn.Module, updates: int | None = None) -> int:
             module.refresh()
             refreshed += 1
     return refreshed
-
-
-def fold(model: nn.Module) -> Sites:
-    """Write what each projection computes with into plain ``nn.Linear``s, in place.
-
-    The model then computes the same function with nothing of this package in
-    it, and its ``state_dict`` loads into stock code. Besides W + C this takes
-    every other module that has a method ``folded()``.
-
-    Returns:
-        The sites of corrections by module name; :func:`unfold` takes them back.
-
-    Raises:
-        ValueError: ``model`` itself is a conditioned projection; use its
-            ``folded()``. Or weights are sharded. The model is left as it was.
-    """
-    modules = {name: module for name, module in model.named_modules() if hasattr(module, "folded")}
-    if "" in modules:
-        raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
-    for parameter in (p for module in modules.values() for p in module.parameters() if p.dim() == 2):
-        ops.require_whole(parameter)
-    _warn_of_low_precision(p for module in modules.values() for p in module.parameters())
-    sites = {name: _site(module) for name, module in modules.items() if isinstance(module, ConditionedLinear)}
-    folded = {name: module.folded() for name, module in modules.items()}
-    for name, module in folded.items():
-        _replace(model, name, module)
-    return sites
-
-
-def unfold(model: nn.Module, sites: Sites) -> None:
-    """Undo :func:`fold`, in place: each named ``nn.Linear`` becomes a conditioned projection of weight W - C.
-
-    Args:
-        model: A folded (or stock) model.
-        sites: What :func:`fold` returned.
-
-    Raises:
-        ValueError: A named module is missing, already conditioned or not an
-            ``nn.Linear``, or its weight is not W + C of any W (possible where C
-            follows from W). The model is left as it was.
-    """
-    modules = dict(model.named_modules())
-    for name in sites:
-        if name not in modules or type(modules[name]) is not nn.Linear:
-            raise ValueError(f"cannot unfold {name!r}: expected an nn.Linear there, found {modules.get(name)!r}.")
-    weights = {name: unfolded_weight(name, modules[name].weight.detach(), *site) for name, site in sites.items()}
-    for name, (conditioning, layout, *C) in sites.items():
-        linear = modules[name]
-        with torch.no_grad():
-            linear.weight.copy_(weights[name])
-        projection = conditioning.replace(linear, layout)
-        if conditioning.stored and C:
-            projection.correction.copy_(C[0])
-        _replace(model, name, projection)
 
 
 def folded_state_dict(state_dict: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
@@ -178,26 +334,123 @@ def folded_state_dict(state_dict: Mapping[str, Tensor]) -> OrderedDict[str, Tens
     return folded
 
 
-def _warn_of_low_precision(weights: Iterable[Tensor]) -> None:
-    low = sorted({str(weight.dtype) for weight in weights if weight.dtype.itemsize < 4})
-    if low:
-        warnings.warn(
-            f"folding C into weights of {', '.join(low)} rounds away the learned diagonal beside it; "
-            "fold in float32 and cast afterwards only if you measured that it does no harm.",
-            stacklevel=3,
+def _replaced(model: nn.Module) -> dict[str, Replaced]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Replaced)}
+
+
+def _rows(module: Replaced) -> int:
+    return module.out_features if isinstance(module, Projection) else 3 * module.embed_dim
+
+
+def _replacement(model: nn.Module, site: Site, conditioning: Conditioning) -> Replaced:
+    """Build what goes to a site; the model is not changed."""
+    stock = model.get_submodule(site.name)
+    by_head = not isinstance(conditioning, Correction) or conditioning.scope == "head"
+    if site.num_heads is None and (by_head or site.layout.heads_first):
+        raise ValueError(
+            f"{site.name}: the model does not say how many heads it has (no usable num_heads or the like beside the "
+            f"projection), and {conditioning} with rows {site.row_order} needs to know. "
+            "Give layout=dict(num_heads=...)."
         )
+    if isinstance(stock, nn.MultiheadAttention):
+        if site.name == "":
+            raise ValueError("condition works on a model that contains attention; wrap the layer in an nn.Sequential.")
+        if not isinstance(conditioning, Correction) or conditioning.stored:
+            raise ValueError(
+                f"{site.name}: {conditioning} replaces the forward of a projection, which nn.MultiheadAttention never "
+                "calls. Use a correction without a state of its own, such as IdentityCorrection, or leave the layer "
+                "out with `exclude`."
+            )
+        replacement = ConditionedMultiheadAttention(stock, conditioning)
+    else:
+        replacement = conditioning.replace(stock, site.layout)
+    replacement.site = site.name
+    return replacement
 
 
-def _site(module: ConditionedLinear) -> tuple:
-    conditioning, layout = module.conditioning, module.layout
-    if conditioning.invertible and not conditioning.stored:
-        return conditioning, layout
-    return conditioning, layout, module.correction_matrix().detach().clone()
+def _install(model: nn.Module, replacements: Mapping[str, nn.Module], shown: bool) -> None:
+    _put(model, replacements)
+    if shown:
+        _show(model, replacements)
+    for module in model.modules():
+        # Nested tensors go to kernels that leave C out.
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(below, ConditionedMultiheadAttention) for below in module.modules()
+        ):
+            module.use_nested_tensor = False
+
+
+def _put(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
+    """Replace modules by name, wherever else in the model they are used, too."""
+    by_identity = {id(model.get_submodule(name)): module for name, module in replacements.items()}
+    for owner in list(model.modules()):
+        for child, module in list(owner._modules.items()):
+            if id(module) in by_identity:
+                setattr(owner, child, by_identity[id(module)])
+
+
+def _show(model: nn.Module, names: Iterable[str]) -> None:
+    """Let every owner of a named module read W + C from it."""
+    shown = {id(model.get_submodule(name)) for name in names}
+    for owner in list(model.modules()):
+        children = [child for child, module in owner._modules.items() if id(module) in shown]
+        if children:
+            show_while_running(owner, children)
+
+
+@torch.no_grad()
+def _preserve_function(modules: Iterable[nn.Module]) -> None:
+    """Subtract C from the weights W, so that W + C is what W was; once from a weight that several share."""
+    done: set[int] = set()
+    for module in modules:
+        for name, layout in corrected_parameters(module).items():
+            weight = module.own(name)
+            if id(weight) not in done:
+                weight.copy_(module.conditioning.uncorrected(weight, layout))
+                done.add(id(weight))
+
+
+def _record(module: ConditionedLinear | ConditionedMultiheadAttention, shown: bool) -> dict:
+    correction = module.conditioning
+    corrections = {}
+    if not correction.invertible or correction.stored:
+        matrices = (
+            module.correction_matrices()
+            if isinstance(module, ConditionedMultiheadAttention)
+            else {"weight": module.correction_matrix()}
+        )
+        corrections = {name: C.detach().clone() for name, C in matrices.items()}
+    return dict(settings=correction.settings(), layout=module.layout.as_dict(), corrections=corrections, shown=shown)
+
+
+def _unfolded(name: str, module: Replaced, corrections: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        parameter: unfolded_weight(
+            f"{name}.{parameter}",
+            module.own(parameter).detach(),
+            module.conditioning,
+            layout,
+            corrections.get(parameter),
+        )
+        for parameter, layout in corrected_parameters(module).items()
+    }
 
 
 def unfolded_weight(
     name: str, weight: Tensor, conditioning: Correction, layout: ProjectionLayout, C: Tensor | None = None
 ) -> Tensor:
+    """Return the W of which ``weight`` is W + C.
+
+    Args:
+        name: For messages.
+        weight: W + C [P * D, E].
+        conditioning: How C was made.
+        layout: Rows of the weight.
+        C: The C in use, where it is known.
+
+    Raises:
+        ValueError: ``weight`` is W + C of no W.
+    """
     W = conditioning.uncorrected(weight, layout) if C is None else (weight - C).to(weight.dtype)
     if conditioning.stored and C is not None:
         return W
@@ -211,6 +464,16 @@ def unfolded_weight(
     return W
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def _warn_of_low_precision(weights: Iterable[Tensor]) -> None:
+    low = sorted({str(weight.dtype) for weight in weights if weight.dtype.itemsize < 4})
+    if low:
+        warnings.warn(
+            f"folding C into weights of {', '.join(low)} computes what the model computes, but rounds away the part of "
+            "W beside C: unfold cannot restore it. To train on, keep the unfolded file.",
+            stacklevel=3,
+        )
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    return model.get_submodule(parent), child

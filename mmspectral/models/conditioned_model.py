@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from mmspectral.layers import METADATA_KEY, build_conditioning
-from mmspectral.layers.any_model import condition, corrected_parameters
+from mmspectral.layers import METADATA_KEY, build_conditioning, condition, corrected_parameters
 from mmspectral.ops.precision import at_least_float32
 from mmspectral.registry import MODELS
 
@@ -44,9 +43,9 @@ def conditioned_model(
     Args:
         model_type: ``type`` of the model, with or without a scope.
         conditioning: What is done; None builds the stock model.
-        include: See :func:`mmspectral.layers.any_model.condition`.
-        exclude: See :func:`mmspectral.layers.any_model.condition`.
-        layout: See :func:`mmspectral.layers.any_model.condition`.
+        include: See :func:`mmspectral.layers.condition`.
+        exclude: See :func:`mmspectral.layers.condition`.
+        layout: See :func:`mmspectral.layers.condition`.
         **kwargs: Arguments of ``model_type``.
 
     Returns:
@@ -60,9 +59,8 @@ def conditioned_model(
     preserve_function = getattr(correction, "preserve_function", False)
     if preserve_function:  # of what is loaded; what was just drawn at random has no function to keep
         correction = build_conditioning(dict(conditioning, preserve_function=False))
-    sites = condition(model, correction, include, exclude, layout) if correction is not None else {}
-    for name in sites:
-        module = model.get_submodule(name)
+    condition(model, correction, include, exclude, layout)
+    for module in model.modules():
         if corrected_parameters(module):
             module._register_load_state_dict_pre_hook(
                 _keep_function if preserve_function else _warn_of_change, with_module=True

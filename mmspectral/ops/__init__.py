@@ -1,18 +1,8 @@
 """Floor 1: pure functions of tensors, needing only torch; each has a float64 twin in a module ``reference``."""
 
 from mmspectral.ops.conditioning.condition_number import condition_number, condition_number_of, singular_values
-from mmspectral.ops.conditioning.identity import (
-    SCOPES,
-    add_identity,
-    conditioned_linear,
-    identity_diagonal,
-    identity_output,
-    merge_projections,
-    norm_factors,
-    require_whole,
-    split_projections,
-)
-from mmspectral.ops.conditioning.layout import ROW_ORDERS, ProjectionLayout
+from mmspectral.ops.conditioning.identity import add_identity, norm_factors
+from mmspectral.ops.conditioning.layout import ROW_ORDERS, SCOPES, ProjectionLayout, require_whole
 from mmspectral.ops.conditioning.polar import (
     optimal_quintic,
     polar_correction,
@@ -29,12 +19,8 @@ __all__ = [
     "add_identity",
     "condition_number",
     "condition_number_of",
-    "conditioned_linear",
     "cross_covariance_attention",
     "cross_covariance_logits",
-    "identity_diagonal",
-    "identity_output",
-    "merge_projections",
     "norm_factors",
     "optimal_quintic",
     "polar_correction",
@@ -42,6 +28,5 @@ __all__ = [
     "require_whole",
     "singular_values",
     "spectral_norm_bound",
-    "split_projections",
     "svd_correction",
 ]

@@ -18,9 +18,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return nullcontext()  # on the meta device
 
 
-def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype in which ``F.linear(x, weight)`` computes: that of autocast where it is on."""
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear map of ``x`` computes: that of autocast where it is on, else that of ``x``."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    return weight.dtype
+    return x.dtype

@@ -137,7 +137,7 @@ def test_jacobian_of_the_layer_is_that_of_autograd_through_the_layer():
         return torch.func.functional_call(layer, {"qkv.weight": weight}, tokens).flatten()
 
     J = torch.autograd.functional.jacobian(output, layer.qkv.weight.detach()).flatten(1)
-    heads = dict(zip("qkv", layer.qkv.corrected_weight().detach().view(3, 10, 10), strict=True))
+    heads = dict(zip("qkv", layer.qkv.effective_weight().detach().view(3, 10, 10), strict=True))
     found = head_jacobian(heads, settings, xca_temperature(layer))
     sigma = torch.linalg.svdvals(J)
     rank = int((sigma > max(J.shape) * torch.finfo(J.dtype).eps * sigma[0]).sum())

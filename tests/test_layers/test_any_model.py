@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from mmspectral.layers.weight_readers import WeightReadLinear
 from torch import nn
 
 import mmspectral
 from mmspectral.layers import ConditionedLinear, IdentityCorrection
-from mmspectral.layers.derived import SVDCorrection
-from mmspectral.layers.qk_norm import QKNorm
+from mmspectral.layers.alternatives import QKNorm
+from mmspectral.layers.corrections import SVDCorrection
 from mmspectral.layers.sites import find_sites
-from mmspectral.layers.weight_readers import WeightReadLinear
 from mmspectral.ops.conditioning import reference
 
 CONDITIONING = dict(type="IdentityCorrection", scale=2.0)
@@ -147,7 +147,7 @@ def test_weights_are_read_as_w_plus_c_only_during_the_forward_pass():
     assert model[0].qkv.weight is dict(model.named_parameters())["0.qkv.weight"]
     nn.init.zeros_(model[0].qkv.weight)
     C = reference.identity_matrix(36, 12, [2.0] * 3, 3, "[3][heads][d]", "full")
-    torch.testing.assert_close(model[0].qkv.corrected_weight(), C)
+    torch.testing.assert_close(model[0].qkv.effective_weight(), C)
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 5, 11).double())
     assert isinstance(model[0].qkv.weight, nn.Parameter), "an error in the forward pass left W + C behind"

@@ -66,9 +66,7 @@ def test_each_matrix_of_the_scope_is_conditioned_by_itself(kind, interval, targe
     layout = ProjectionLayout(("q", "k", "v"), heads, order)
     conditioning = kind(scope=scope, targets=targets, interval=interval)
     linear = ConditionedLinear(columns, 3 * heads * d, conditioning, layout, dtype=torch.float64)
-    W, effective = (
-        ops.split_projections(w.detach(), layout, scope) for w in (linear.weight, linear.corrected_weight())
-    )
+    W, effective = (layout.split(w.detach(), scope) for w in (linear.weight, linear.effective_weight()))
     for p, role in enumerate(layout.roles):
         if role not in targets:
             assert torch.equal(effective[p], W[p])
@@ -102,7 +100,7 @@ def test_degenerate_weights_give_finite_gradients(kind, weight):
     model(x.requires_grad_()).square().sum().backward()
     assert all(torch.isfinite(t.grad).all() for t in (x, *model.parameters()))
     if not weight.any():
-        assert torch.equal(model.qkv.corrected_weight(), weight)
+        assert torch.equal(model.qkv.effective_weight(), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmspectral.layers import METADATA_KEY, IdentityCorrection, build_conditioning
-from mmspectral.layers.any_model import condition, fold, unfold
+from mmspectral.layers import METADATA_KEY, IdentityCorrection, build_conditioning, condition, fold, unfold
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
 
 SCALE = 3.0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmspectral.layers.any_model import condition
-from mmspectral.layers.qk_norm import QKNorm
+from mmspectral.layers import condition
+from mmspectral.layers.alternatives import QKNorm
 from mmspectral.layers.sites import find_sites
 
 

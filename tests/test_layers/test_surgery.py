@@ -174,7 +174,7 @@ def test_fold_and_unfold_errors():
 
 def test_parameters_are_shared_and_frozen_state_kept():
     linear = nn.Linear(6, 18).requires_grad_(False).eval()
-    ours = ConditionedLinear.from_linear(linear, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
+    ours = ConditionedLinear(linear, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
     assert ours.weight is linear.weight and ours.bias is linear.bias
     assert not ours.training and not ours.weight.requires_grad
     assert not ours.folded().weight.requires_grad

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from mmspectral import ops
 from mmspectral.layers import METADATA_KEY, build_conditioning, condition_linear
-from mmspectral.layers.switches import (
+from mmspectral.layers.alternatives import (
     OrthogonalLinear,
+    Projection,
     QKNorm,
     QKNormLinear,
     SigmaReparamLinear,
     SpectralNormLinear,
-    SwitchedLinear,
 )
 from mmspectral.models import SpectralXCiT
 from mmspectral.ops import ProjectionLayout
@@ -350,9 +350,7 @@ def test_each_projection_is_divided_by_its_own_largest_singular_value(cfg, row_o
     """users.md E17: the criterion is each block's, not the fused matrix's."""
     model = Attention(cfg, row_order).qkv
     with torch.no_grad():
-        for factor, block in zip(
-            (1.0, 5.0, 0.2), ops.split_projections(model.weight, model.layout, "head"), strict=True
-        ):
+        for factor, block in zip((1.0, 5.0, 0.2), model.layout.split(model.weight, "head"), strict=True):
             block.mul_(factor)
     model.init_weights()
     effective = by_role(model.effective_weight().detach(), row_order)
@@ -443,7 +441,7 @@ def test_the_power_method_follows_training(cfg):
     model = Attention(cfg)
     train([model], steps=20)
     model(tokens())
-    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in ops.split_projections(model.qkv.weight, model.qkv.layout)])
+    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in model.qkv.layout.split(model.qkv.weight)])
     torch.testing.assert_close(model.qkv.sigma(), exact, rtol=1e-3, atol=0)
 
 
@@ -454,7 +452,7 @@ def test_stock_weights_bring_their_own_singular_vectors(cfg):
         for parameter in stock.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model.load_state_dict(stock.state_dict(), strict=False)
-    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in ops.split_projections(stock.qkv.weight, model.qkv.layout)])
+    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in model.qkv.layout.split(stock.qkv.weight)])
     torch.testing.assert_close(model.qkv.sigma(), exact, rtol=1e-2, atol=0)
     if cfg.get("gamma", 1.0) is None:
         torch.testing.assert_close(model.eval()(tokens()), stock(tokens()), rtol=1e-12, atol=1e-12)
@@ -497,7 +495,7 @@ def test_refresh_gives_averaged_models_the_sigma_of_the_averaged_weight(cfg):
     qkv = average.module.qkv.eval()
     assert not torch.equal(qkv.weight, model.qkv.weight) and torch.equal(qkv.left, model.qkv.left)
     gamma = qkv.gamma.clone() if isinstance(qkv, SigmaReparamLinear) else None
-    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in ops.split_projections(qkv.weight, qkv.layout)])
+    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in qkv.layout.split(qkv.weight)])
     assert (qkv.sigma() < 0.99 * exact).any()  # as the docstring says: with the vectors of the trained model
     qkv.refresh()
     torch.testing.assert_close(qkv.sigma(), exact, rtol=0.01, atol=0)
@@ -577,7 +575,7 @@ def test_init_weights_ends_with_orthogonal_projections(initialiser):
     assert not torch.equal(before, model.plain[0].qkv.weight)
     for block in (model.plain[0], model.blocks[0]):
         assert isinstance(block.qkv, OrthogonalLinear)
-        for weight in ops.split_projections(block.qkv.weight.detach(), block.qkv.layout):
+        for weight in block.qkv.layout.split(block.qkv.weight.detach()):
             torch.testing.assert_close(weight @ weight.T, 9 * torch.eye(D), rtol=0, atol=1e-4)
 
 
@@ -586,7 +584,7 @@ def test_init_weights_ends_with_the_sigma_of_the_drawn_weights(cfg):
     model = Backbone(cfg)
     model.init_weights()
     for block in (model.plain[0], model.blocks[0]):
-        weights = ops.split_projections(block.qkv.weight.detach(), block.qkv.layout)
+        weights = block.qkv.layout.split(block.qkv.weight.detach())
         exact = torch.linalg.svdvals(weights)[:, 0]
         torch.testing.assert_close(block.qkv.sigma(), exact, rtol=1e-2, atol=0)
         if isinstance(block.qkv, SigmaReparamLinear) and cfg.get("gamma", 1.0) is None:
@@ -630,8 +628,8 @@ def test_backbones_take_the_switches(cfg):
     model = SpectralXCiT(arch=dict(embed_dims=E, depth=2, num_heads=HEADS), patch_size=8, conditioning=cfg)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     qkv = model.xca_layers[0].attn.qkv
-    assert isinstance(qkv, SwitchedLinear)
-    exact = torch.linalg.svdvals(ops.split_projections(qkv.weight.detach(), qkv.layout))[:, 0]
+    assert isinstance(qkv, Projection)
+    exact = torch.linalg.svdvals(qkv.layout.split(qkv.weight.detach()))[:, 0]
     if isinstance(qkv, SpectralNormLinear):
         torch.testing.assert_close(qkv.sigma(), exact, rtol=0.02, atol=0)
     if isinstance(qkv, OrthogonalLinear):

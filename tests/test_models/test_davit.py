@@ -351,7 +351,7 @@ def test_fused_conditioning_is_that_of_three_separate_projections(targets, layer
         attended = nn.functional.scaled_dot_product_attention(*split)
         expected = layer.proj(attended.transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), expected, rtol=1e-11, atol=1e-11)
-    for role, block, stock in zip("qkv", layer.qkv.corrected_weight().chunk(3), layer.qkv.weight.chunk(3), strict=True):
+    for role, block, stock in zip("qkv", layer.qkv.effective_weight().chunk(3), layer.qkv.weight.chunk(3), strict=True):
         kappa, bare = torch.linalg.cond(block), torch.linalg.cond(stock)
         assert kappa < 2 < bare if role in targets else kappa == bare
 

@@ -21,7 +21,7 @@ from mmspectral.layers import (
 )
 from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
 from mmspectral.models.backbones.swin import SpectralSwin
-from mmspectral.ops import condition_number, split_projections
+from mmspectral.ops import condition_number
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[2, 2, 2], num_heads=[2, 4, 8])
@@ -426,7 +426,7 @@ def windows_reference(layer, x, mask):
     """Logits and output of one window at a time, head by head, in float64 (C on the weight as the paper has it)."""
     D, h = x.shape[-1], layer.num_heads
     d = D // h
-    weight = layer.qkv.corrected_weight() if hasattr(layer.qkv, "corrected_weight") else layer.qkv.weight
+    weight = layer.qkv.effective_weight() if hasattr(layer.qkv, "effective_weight") else layer.qkv.weight
     W_q, W_k, W_v = weight.double().view(3, h, d, D)
     b_q, b_k, b_v = layer.qkv.bias.double().view(3, h, d)
     all_logits, outputs = [], []
@@ -528,8 +528,8 @@ def test_fused_conditioning_equals_three_separately_conditioned_projections():
         outputs.append(getattr(separate, role)(x))
     torch.testing.assert_close(layer.qkv(x), torch.cat(outputs, -1), rtol=1e-6, atol=1e-5)
     before, after = (
-        condition_number(split_projections(weight, layer.qkv.layout))
-        for weight in (layer.qkv.weight.detach(), layer.qkv.corrected_weight().detach())
+        condition_number(layer.qkv.layout.split(weight))
+        for weight in (layer.qkv.weight.detach(), layer.qkv.effective_weight().detach())
     )
     assert (after < 1.3).all() and (before > 10).all()
 

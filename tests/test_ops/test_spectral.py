@@ -59,9 +59,9 @@ def test_norm_preserving_form_matches_reference_in_values_and_gradients(order, s
     layout, weight, bias, x, C = make(order, scope, shape, scales=lambdas)
     leaves = [t.requires_grad_() for t in ((x, weight, bias) if has_bias else (x, weight))]
     bias = bias if has_bias else None
-    blocks = zip(ops.split_projections(weight, layout), ops.split_projections(C, layout), strict=True)
+    blocks = zip(layout.split(weight), layout.split(C), strict=True)
     effective = torch.stack([reference.norm_preserving_weight(W, C_p, std) for W, C_p in blocks])
-    effective = ops.merge_projections(effective, layout)
+    effective = layout.merge(effective)
     naive = reference.conditioned_linear(x, effective, bias, torch.zeros_like(C))
     factors = ops.norm_factors(lambdas, tuple(weight.shape), layout, scope, std)
     assert factors[2] == 1 and factors[0] < factors[1] < 1
@@ -165,9 +165,9 @@ def test_fused_weight_is_three_matrices():
     fused = ops.conditioned_linear(x, weight, None, [10.0] * 3, layout, "full")
     apart = [ops.conditioned_linear(x, w, None, [10.0], single, "full") for w in weight.chunk(3)]
     torch.testing.assert_close(fused, torch.cat(apart, -1), rtol=1e-6, atol=1e-5)
-    conditioned = ops.split_projections(ops.add_identity(weight, [10.0] * 3, layout, "full"), layout)
+    conditioned = layout.split(ops.add_identity(weight, [10.0] * 3, layout, "full"))
     assert (ops.condition_number(conditioned) < 1.2).all()
-    assert (ops.condition_number(ops.split_projections(weight, layout)) > 30).all()
+    assert (ops.condition_number(layout.split(weight)) > 30).all()
 
 
 def test_condition_number_flags_rank_deficiency():
@@ -185,10 +185,10 @@ def test_split_projections_by_role_and_head(order):
     rows = index if order == "[3][heads][d]" else index.transpose(0, 1)
     weight = rows.reshape(-1, 1).expand(-1, 8).float()
     layout = ProjectionLayout(("q", "k", "v"), h, order)
-    assert torch.equal(ops.split_projections(weight, layout, "head")[..., 0].long(), index)
-    assert torch.equal(ops.split_projections(weight, layout)[..., 0].long(), index.flatten(1))
+    assert torch.equal(layout.split(weight, "head")[..., 0].long(), index)
+    assert torch.equal(layout.split(weight)[..., 0].long(), index.flatten(1))
     for scope in ops.SCOPES:
-        assert torch.equal(ops.merge_projections(ops.split_projections(weight, layout, scope), layout), weight)
+        assert torch.equal(layout.merge(ops.split_projections(weight, layout, scope)), weight)
 
 
 def test_errors_name_the_cause():

@@ -159,7 +159,7 @@ def test_a_fixed_size_takes_any_batch_and_refuses_other_sizes_and_weights_are_fo
     conditioned = {name: m for name, m in model.named_modules() if isinstance(m, ConditionedLinear)}
     assert len(conditioned) == 1 + 2 * 3
     for name, module in conditioned.items():
-        assert torch.equal(run.get_parameter(f"{name}.weight"), module.corrected_weight())
+        assert torch.equal(run.get_parameter(f"{name}.weight"), module.effective_weight())
 
 
 def test_a_difference_from_eager_mode_stops_the_export(tmp_path, monkeypatch):
