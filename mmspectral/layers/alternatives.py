@@ -262,11 +262,6 @@ class SpectralNormLinear(Projection, nn.Linear):
 
     def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
         weight = self.own("weight")
-        if isinstance(weight, fx.Proxy):
-            raise TypeError(
-                f"{self.site or type(self).__name__}: torch.fx cannot trace {self.conditioning}, which follows the "
-                "weight by power iterations. Fold the model first."
-            )
         sigma = self.sigma()
         factors = sigma.new_ones(len(self.layout.roles))
         factors[self.targeted] = self._numerator() / torch.where(sigma == 0, 1.0, sigma)  # zero matrices stay zero
@@ -277,7 +272,13 @@ class SpectralNormLinear(Projection, nn.Linear):
 
     def _matrices(self) -> Tensor:
         """Return the targeted projections, [P', D, E], in float32 or better."""
-        matrices = self.layout.split(self.own("weight"))
+        weight = self.own("weight")
+        if isinstance(weight, fx.Proxy):
+            raise TypeError(
+                f"{self.site or type(self).__name__}: torch.fx cannot trace {self.conditioning}, which follows the "
+                "weight by power iterations. Fold the model first."
+            )
+        matrices = self.layout.split(weight)
         return at_least_float32(matrices if len(self.targeted) == len(matrices) else matrices[self.targeted])
 
     @torch.no_grad()

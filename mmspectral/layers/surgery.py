@@ -146,7 +146,8 @@ def fold(model: nn.Module, keep: bool = True) -> nn.Module:
     """Write what each projection computes with into stock modules, in place.
 
     The model then computes the same function with no class of this package in
-    it, and its ``state_dict`` loads into stock code.
+    it, and its ``state_dict`` loads into stock code. Besides W + C this takes
+    every other module that has a method ``folded()``.
 
     Args:
         model: A conditioned model; one that is not stays as it is.
@@ -162,7 +163,7 @@ def fold(model: nn.Module, keep: bool = True) -> nn.Module:
             ``folded()``. Or the conditioning cannot be folded, or weights are
             sharded. The model is left as it was.
     """
-    replaced = _replaced(model)
+    replaced = {name: module for name, module in model.named_modules() if hasattr(module, "folded")}
     if "" in replaced:
         raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
     for parameter in (p for module in replaced.values() for p in module.parameters() if p.dim() == 2):

@@ -1,142 +1,307 @@
+"""Conditioning, folding, unfolding any model: the function is that of W + C however attention reaches its weights."""
+
 import copy
 import io
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
+import mmspectral
 from mmspectral import ops
 from mmspectral.layers import (
     METADATA_KEY,
     ConditionedLinear,
     IdentityCorrection,
-    PolarCorrection,
+    QKNorm,
+    SpectralNorm,
     SVDCorrection,
+    build_conditioning,
     condition_linear,
     conditioned_projections,
-    fold,
     folded_state_dict,
     refresh_corrections,
-    unfold,
 )
+from mmspectral.layers.surgery import FOLDED
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.conditioning import reference
+
+CONDITIONING = dict(type="IdentityCorrection", scale=2.0)
 
 
-class Attention(nn.Module):
-    """A fused and a separate projection, as in a user's own model."""
+class Caller(nn.Module):
+    """Calls its projection, as timm's ViT does."""
 
-    def __init__(self, correction=None, row_order="[3][heads][d]"):
+    def __init__(self, dim=12, num_heads=3):
         super().__init__()
-        self.qkv = nn.Linear(12, 36)
-        self.k = nn.Linear(12, 12, bias=False)
-        condition_linear(self, "qkv", correction, ("q", "k", "v"), 3, row_order)
-        condition_linear(self, "k", correction, ("k",), 3, row_order)
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        nn.init.normal_(self.qkv.weight, std=0.1)
 
     def forward(self, x):
-        return self.qkv(x), self.k(x)
+        return self.attend(self.qkv(x))
+
+    def attend(self, qkv):
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def pair(correction, row_order="[3][heads][d]"):
-    torch.manual_seed(0)
-    stock = Attention()
-    ours = Attention(correction, row_order)
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    return stock, ours, torch.randn(2, 5, 12)
+class Reader(Caller):
+    """Multiplies by the weight itself, as torchvision's Swin does."""
+
+    def forward(self, x):
+        return self.attend(F.linear(x, self.qkv.weight, self.qkv.bias))
 
 
-def test_correction_off_is_stock():
-    stock, ours, x = pair(None)
-    assert type(ours.qkv) is nn.Linear
-    assert all(torch.equal(a, b) for a, b in zip(stock(x), ours(x), strict=True))
+class Both(Caller):
+    """Multiplies by the weight or calls the projection, as timm's BEiT does."""
+
+    separate = False
+
+    def forward(self, x):
+        return self.attend(self.qkv(x) if self.separate else F.linear(x, self.qkv.weight, bias=self.qkv.bias))
 
 
-@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
-@pytest.mark.parametrize("scope", ops.SCOPES)
-def test_correction_is_not_state(scope, row_order):
-    stock, ours, _ = pair(IdentityCorrection(scope=scope), row_order)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    assert [p.shape for p in ours.parameters()] == [p.shape for p in stock.parameters()]
-    assert not list(ours.buffers())
-    stock.load_state_dict(ours.state_dict(), strict=True)
+class Aliasing(Caller):
+    """Does not say ``self``, and multiplies by hand."""
+
+    def forward(s, x):
+        projection = s.qkv
+        return s.attend(x @ projection.weight.t() + projection.bias)
 
 
-@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
-@pytest.mark.parametrize("scope", ops.SCOPES)
-def test_fold_computes_the_same_and_unfold_is_its_inverse(scope, row_order):
-    _, ours, x = pair(IdentityCorrection(7.0, scope), row_order)
-    ours = ours.double()
-    before, weights = ours(x.double()), copy.deepcopy(ours.state_dict())
-    sites = fold(ours)
-    assert type(ours.qkv) is nn.Linear and type(ours.k) is nn.Linear
-    for a, b in zip(before, ours(x.double()), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    unfold(ours, sites)
-    assert isinstance(ours.qkv, ConditionedLinear)
-    for name, weight in ours.state_dict().items():
-        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-14)
-    for a, b in zip(before, ours(x.double()), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+class Recomputing(Caller):
+    """Reads the weight in a part that activation checkpointing runs again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(self.core, x, use_reentrant=self.reentrant)
+
+    def core(self, x):
+        return self.attend(F.linear(x, self.qkv.weight, self.qkv.bias))
 
 
-def test_fold_of_float32_is_exact_to_1e_6():
-    _, ours, x = pair(IdentityCorrection())
-    before = ours(x)
-    fold(ours)
-    for a, b in zip(before, ours(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
-
-
-def test_fold_warns_about_low_precision():
-    _, ours, _ = pair(IdentityCorrection())
-    with pytest.warns(UserWarning, match="bfloat16 rounds away"):
-        folded_state_dict(ours.bfloat16().state_dict())
-    with pytest.warns(UserWarning, match="bfloat16 rounds away"):
-        fold(ours)
-
-
-@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
-@pytest.mark.parametrize("scope", ops.SCOPES)
-def test_norm_preserving_form_folds_and_unfolds(scope, row_order):
-    _, ours, x = pair(IdentityCorrection(dict(q=7.0, v=2.0), scope, preserve_norm=0.2), row_order)
-    ours, x = ours.double(), x.double()
-    before, weights = ours(x), copy.deepcopy(ours.state_dict())
-    sites = fold(ours)
-    torch.testing.assert_close(ours(x), before, rtol=1e-12, atol=1e-12)
-    unfold(ours, sites)
-    for name, weight in ours.state_dict().items():
-        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-13)
+class ReentrantlyRecomputing(Recomputing):
+    reentrant = True
 
 
 CONDITIONINGS = [
-    IdentityCorrection(7.0, "head"),
-    IdentityCorrection(7.0, preserve_norm=0.2),
-    SVDCorrection(),
-    SVDCorrection(interval=5, targets=("q", "v")),
-    PolarCorrection(scope="head"),
+    dict(type="IdentityCorrection", scale=7.0),
+    dict(type="IdentityCorrection", scale=7.0, scope="head"),
+    dict(type="IdentityCorrection", scale=dict(q=7.0, v=2.0), preserve_norm=0.2),
+    dict(type="SVDCorrection"),
+    dict(type="SVDCorrection", interval=5, targets=["q", "v"]),
+    dict(type="PolarCorrection", scope="head"),
 ]
 
 
-@pytest.mark.parametrize("conditioning", CONDITIONINGS, ids=repr)
-def test_a_saved_state_dict_folds_without_a_model(conditioning):
-    stock, ours, x = pair(conditioning)
-    expected = ours.eval()(x)
-    buffer = io.BytesIO()
-    torch.save(ours.state_dict(), buffer)
-    buffer.seek(0)
-    folded = folded_state_dict(torch.load(buffer, weights_only=True))
-    assert list(folded) == list(stock.state_dict())
-    assert not any(METADATA_KEY in entry for entry in folded._metadata.values())
-    stock.load_state_dict(folded, strict=True)
-    torch.testing.assert_close(stock(x), expected, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(ours(x), expected, strict=True)), "the original is left as it was"
+def write_w_plus_c(linear, num_heads, row_order="[3][heads][d]", scope="full", scale=2.0):
+    C = reference.identity_matrix(*linear.weight.shape, [scale] * 3, num_heads, row_order, scope)
+    with torch.no_grad():
+        linear.weight.add_(C)
 
 
-def test_a_saved_state_dict_without_its_correction_is_not_folded():
-    _, ours, _ = pair(SVDCorrection(interval=5))
-    state = ours.state_dict()
-    del state["qkv.correction"]
-    with pytest.raises(ValueError, match=r"'qkv.correction' is missing"):
-        folded_state_dict(state)
+def pair(attention, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(attention(), attention()).double()
+    expected = copy.deepcopy(model)
+    for layer in expected:
+        write_w_plus_c(layer.qkv, layer.num_heads, **settings)
+    return model, expected, torch.randn(2, 5, 12).double()
+
+
+@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing, Recomputing, ReentrantlyRecomputing])
+@pytest.mark.parametrize("scope", ["full", "head"])
+def test_computes_with_w_plus_c(attention, scope):
+    model, expected, x = pair(attention, scope=scope)
+    x.requires_grad_()
+    parameters, names = list(model.parameters()), list(model.state_dict())
+    assert mmspectral.condition(model, dict(CONDITIONING, scope=scope)) is model
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    for m in (model, expected):
+        m(x).sin().sum().backward()
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-12)
+
+
+def test_without_conditioning_nothing_is_done():
+    model = nn.Sequential(Caller())
+    assert mmspectral.condition(model, None) is model
+    assert type(model[0].qkv) is nn.Linear
+    with pytest.raises(TypeError, match=r"mmspectral\.sites"):
+        mmspectral.condition(model, CONDITIONING, dry_run=True)
+
+
+def test_preserve_function_subtracts_c_from_the_weights_that_are_there():
+    for attention in (Caller, Reader):
+        model, _, x = pair(attention)
+        model.append(Last(nn.MultiheadAttention(12, 3, batch_first=True).double()))
+        before, weight = model(x), model[0].qkv.weight.detach().clone()
+        mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
+        torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
+        assert not torch.allclose(model[0].qkv.weight, weight)
+
+
+class Last(nn.Module):
+    """Attention of tokens to themselves, without the weights that torch returns beside it."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_a_reader_that_also_calls_gets_the_correction_once():
+    model, expected, x = pair(Both)
+    mmspectral.condition(model, CONDITIONING)
+    for layer in model:
+        layer.separate = True
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+def test_w_plus_c_is_computed_once_in_a_forward_pass(monkeypatch):
+    class Twice(Caller):
+        def forward(self, x):
+            y = F.linear(x, self.qkv.weight, self.qkv.bias) + F.linear(x, self.qkv.weight, self.qkv.bias)
+            return self.attend(y + self.qkv(x))
+
+    model = mmspectral.condition(nn.Sequential(Twice()), CONDITIONING)
+    made = []
+    original = IdentityCorrection.corrected
+    monkeypatch.setattr(IdentityCorrection, "corrected", lambda *args: made.append(1) or original(*args))
+    for _ in range(2):
+        model(torch.randn(2, 5, 12)).sum().backward()
+    assert len(made) == 2
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter around a projection, as PEFT libraries put there."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, 36, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight + self.up.weight @ self.down.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("attention", [Caller, Reader])
+def test_an_adapter_on_top_of_a_conditioned_projection(attention):
+    model, expected, x = pair(attention)
+    mmspectral.condition(model, CONDITIONING)
+    for m in (model, expected):
+        torch.manual_seed(1)
+        m[0].qkv = Adapted(m[0].qkv).double()
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
+def test_functional_calls_compute_with_the_given_weights(attention):
+    model, expected, x = pair(attention)
+    mmspectral.condition(model, CONDITIONING)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    nn.init.zeros_(model[0].qkv.weight)
+    torch.func.functional_call(model, weights, (x,)).sin().sum().backward()
+    expected(x).sin().sum().backward()
+    torch.testing.assert_close(weights["0.qkv.weight"].grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
+@pytest.mark.parametrize("preserve_norm", [None, 0.1])
+def test_a_traced_graph_trains_w_and_keeps_c(attention, preserve_norm):
+    conditioning = dict(CONDITIONING, preserve_norm=preserve_norm)
+    model, _, x = pair(attention)
+    mmspectral.condition(model, conditioning)
+    graph = torch.fx.symbolic_trace(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-12, atol=1e-12)
+    gradients = []
+    for m in (graph, model):
+        model.zero_grad()
+        m(x).sin().sum().backward()
+        gradients.append(model[0].qkv.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [dict(type="SVDCorrection"), dict(type="SpectralNorm")])
+def test_what_follows_from_w_is_not_traced(settings):
+    model = mmspectral.condition(nn.Sequential(Caller()), settings)
+    with pytest.raises(TypeError, match=settings["type"]):
+        torch.fx.symbolic_trace(model)
+
+
+@pytest.mark.parametrize("settings", CONDITIONINGS, ids=repr)
+@pytest.mark.parametrize("attention", [Caller, Reader])
+def test_fold_leaves_stock_modules_and_unfold_undoes_it(attention, settings):
+    model, _, x = pair(attention)
+    weights = copy.deepcopy(model.state_dict())
+    mmspectral.condition(model, settings)
+    refresh_corrections(model, updates=0)
+    before = model(x)
+    assert mmspectral.fold(model) is model
+    assert all(type(layer.qkv) is nn.Linear for layer in model)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model)
+    assert list(model.state_dict()) == list(weights)
+    torch.testing.assert_close(model(x), before, rtol=1e-11, atol=1e-11)
+    for remembered in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert mmspectral.unfold(remembered) is remembered
+        torch.testing.assert_close(remembered(x), before, rtol=1e-11, atol=1e-11)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(remembered.state_dict()[name], tensor, rtol=0, atol=1e-12)
+        if attention is Reader:
+            nn.init.zeros_(remembered[0].qkv.weight)
+            assert not torch.allclose(remembered(x), before)
+
+
+def test_folding_without_a_trace_and_unfolding_by_settings():
+    model, expected, x = pair(Reader)
+    mmspectral.fold(mmspectral.condition(model, CONDITIONING), keep=False)
+    assert not any(FOLDED in vars(module) for module in model.modules())
+    with pytest.raises(ValueError, match="keep=False"):
+        mmspectral.unfold(model)
+    mmspectral.unfold(model, CONDITIONING)
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+    C = reference.identity_matrix(36, 12, [2.0] * 3, 3, "[3][heads][d]", "full")
+    torch.testing.assert_close(model[0].qkv.weight + C, expected[0].qkv.weight, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="no correction"):
+        mmspectral.unfold(expected, dict(type="SpectralNorm"))
+    with pytest.raises(ValueError, match="no W was found"):
+        mmspectral.unfold(stock := nn.Sequential(Caller()), dict(type="SVDCorrection"))
+    assert all(type(layer.qkv) is nn.Linear for layer in (*expected, *stock)), "an error leaves the model as it was"
+
+
+def test_a_folded_model_needs_nothing_of_ours(tmp_path):
+    model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24, batch_first=True)).eval()
+    mmspectral.fold(mmspectral.condition(model, CONDITIONING))
+    torch.save(model, tmp_path / "model.pth")
+    code = (
+        "import sys, torch; sys.modules['mmspectral'] = None; "
+        f"torch.load({str(tmp_path / 'model.pth')!r}, weights_only=False)(torch.zeros(1, 2, 12))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_fold_takes_whatever_can_be_folded_and_leaves_the_model_when_one_cannot():
@@ -150,93 +315,333 @@ def test_fold_takes_whatever_can_be_folded_and_leaves_the_model_when_one_cannot(
         def folded(self):
             raise ValueError("cannot be folded")
 
-    _, ours, x = pair(IdentityCorrection())
-    ours.other, ours.last = Doubled(12, 12), Unfoldable(2, 2)
+    model = mmspectral.condition(nn.Sequential(Caller(), Doubled(12, 12), Unfoldable(2, 2)), CONDITIONING)
     with pytest.raises(ValueError, match="cannot be folded"):
-        fold(ours)
-    assert isinstance(ours.qkv, ConditionedLinear) and isinstance(ours.other, Doubled)
-    del ours.last
-    other = ours.other(x)
-    assert list(fold(ours)) == ["qkv", "k"]
-    assert type(ours.other) is nn.Linear
-    torch.testing.assert_close(ours.other(x), 2 * other)
-
-
-def test_fold_and_unfold_errors():
-    _, ours, _ = pair(IdentityCorrection())
+        mmspectral.fold(model)
+    assert isinstance(model[0].qkv, ConditionedLinear) and isinstance(model[1], Doubled)
+    x, (_, other, _) = torch.randn(2, 12), model
+    expected = 2 * other(x)
+    del model[2]
+    torch.testing.assert_close(mmspectral.fold(model)[1](x), expected)
     with pytest.raises(ValueError, match="folded"):
-        fold(ours.qkv)
-    with pytest.raises(ValueError, match="expected an nn.Linear"):
-        unfold(ours, {"qkv": (ours.qkv.conditioning, ours.qkv.layout)})
-    with pytest.raises(ValueError, match="'absent'"):
-        unfold(ours, {"absent": (ours.qkv.conditioning, ours.qkv.layout)})
+        mmspectral.fold(mmspectral.condition(nn.Sequential(Caller()), CONDITIONING)[0].qkv)
 
 
-def test_parameters_are_shared_and_frozen_state_kept():
-    linear = nn.Linear(6, 18).requires_grad_(False).eval()
-    ours = ConditionedLinear(linear, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
-    assert ours.weight is linear.weight and ours.bias is linear.bias
-    assert not ours.training and not ours.weight.requires_grad
-    assert not ours.folded().weight.requires_grad
+def test_low_precision_folds_with_a_warning():
+    model = mmspectral.condition(nn.Sequential(Caller()).bfloat16(), CONDITIONING)
+    x = torch.randn(2, 5, 12).bfloat16()
+    before = model(x)
+    with pytest.warns(UserWarning, match="bfloat16"):
+        folded_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="bfloat16"):
+        mmspectral.fold(model)
+    assert torch.equal(model(x), before)
 
 
-def test_projection_without_target_is_left_alone():
-    _, ours, _ = pair(IdentityCorrection(targets=("q",)))
-    assert list(conditioned_projections(ours)) == ["qkv"]
+def test_weights_are_read_as_w_plus_c_only_while_the_layer_runs():
+    """Initialisers, optimizers, averages and reports see the parameter W."""
+    model, _, x = pair(Reader)
+    mmspectral.condition(model, CONDITIONING)
+    model(x)
+    assert model[0].qkv.weight is dict(model.named_parameters())["0.qkv.weight"]
+    average = AveragedModel(model)
+    nn.init.zeros_(model[0].qkv.weight)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module[0].qkv.weight, model[0].qkv.weight)
+    C = reference.identity_matrix(36, 12, [2.0] * 3, 3, "[3][heads][d]", "full")
+    torch.testing.assert_close(model[0].qkv.effective_weight(), C)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 5, 11).double())
+    assert isinstance(model[0].qkv.weight, nn.Parameter), "an error in the forward pass left W + C behind"
 
 
-def test_metadata_survives_saving_copying_and_safe_loading():
-    _, ours, _ = pair(IdentityCorrection(3.0, "head"))
-    buffer = io.BytesIO()
-    torch.save(copy.deepcopy(ours).state_dict(), buffer)
-    buffer.seek(0)
-    entry = torch.load(buffer, weights_only=True)._metadata["qkv"][METADATA_KEY]
-    assert entry["scale"] == 3.0 and entry["scope"] == "head"
-    assert entry["layout"] == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
-    fold(ours)
-    assert METADATA_KEY not in ours.state_dict()._metadata["qkv"]
+@pytest.mark.parametrize("attention", [Caller, Reader])
+def test_pruning_and_copies(attention):
+    model, expected, x = pair(attention)
+    mmspectral.condition(model, CONDITIONING)
+    copied = pickle.loads(pickle.dumps(model))
+    prune.identity(model[0].qkv, "weight")
+    nn.init.zeros_(model[1].qkv.weight)
+    torch.testing.assert_close(copied(x), expected(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model[0](x), expected[0](x), rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_rows_are_refused_when_built():
+@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
+def test_compiles_without_a_graph_break(attention):
+    model, expected, x = pair(attention)
+    mmspectral.condition(model, CONDITIONING)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected(x), rtol=1e-12, atol=1e-12)
+    compiled(x).sin().sum().backward()
+    expected(x).sin().sum().backward()
+    torch.testing.assert_close(model[0].qkv.weight.grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
+    assert isinstance(model[0].qkv.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("settings", [QKNorm(), SpectralNorm()])
+def test_what_no_weight_can_show_is_refused_by_name_when_it_is_read(settings):
+    model = mmspectral.condition(nn.Sequential(Reader()), settings)
+    with pytest.raises(TypeError, match=r"0\.qkv: its attention layer computes with weight"):
+        model(torch.randn(2, 5, 12))
+    mmspectral.condition(nn.Sequential(Caller()), settings)(torch.randn(2, 5, 12))
+
+
+@pytest.mark.parametrize("settings", [QKNorm(), SVDCorrection(interval=5)])
+def test_multihead_attention_takes_corrections_without_state_only(settings):
+    model = nn.Sequential(nn.MultiheadAttention(12, 3))
+    with pytest.raises(ValueError, match="never calls"):
+        mmspectral.condition(model, settings)
+    assert type(model[0]) is nn.MultiheadAttention
+
+
+def test_a_reader_of_packed_weights():
+    class Pooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(12, 3)
+
+        def forward(self, x):
+            return F.linear(x, self.attn.in_proj_weight, self.attn.in_proj_bias)
+
+    model, x = Pooling(), torch.randn(5, 12)
+    C = reference.identity_matrix(36, 12, [2.0] * 3, 3, "[3][heads][d]", "full").float()
+    expected = F.linear(x, model.attn.in_proj_weight + C, model.attn.in_proj_bias)
+    mmspectral.condition(model, CONDITIONING)
+    torch.testing.assert_close(model(x), expected)
+    assert isinstance(model.attn.in_proj_weight, nn.Parameter)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = nn.Sequential(Caller(), Caller(dim=12, num_heads=5))
+    with pytest.raises(ValueError, match="36 is not a multiple of 15"):
+        mmspectral.condition(model, CONDITIONING)
+    assert all(type(layer.qkv) is nn.Linear for layer in model)
+
+
+def test_shared_layers_projections_and_weights_are_conditioned_once_and_stay_shared():
+    model, expected, x = pair(Caller)
+    third = Caller().double()
+    for m in (model, expected):
+        m.extend([m[0], copy.deepcopy(third), copy.deepcopy(third)])
+        m[3].qkv = m[1].qkv  # a projection of two layers
+        m[4].qkv.weight = m[0].qkv.weight  # a weight of two projections
+    unchanged = model(x)
+    before = expected(x)
+    mmspectral.condition(model, CONDITIONING)
+    torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
+    assert model[3].qkv is model[1].qkv and isinstance(model[3].qkv, ConditionedLinear)
+    mmspectral.fold(model)
+    torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
+    assert model[3].qkv is model[1].qkv and model[4].qkv.weight is model[0].qkv.weight
+    mmspectral.unfold(model)
+    torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
+    mmspectral.fold(model, keep=False)
+    mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
+    torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
+    assert not torch.allclose(before, unchanged)
+
+
+@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
+def test_a_correction_is_not_state(row_order):
+    stock = nn.Linear(12, 36)
+    parent = nn.ModuleDict(dict(qkv=stock, k=nn.Linear(12, 12)))
+    condition_linear(parent, "qkv", IdentityCorrection(targets=("q",)), ("q", "k", "v"), 3, row_order)
+    condition_linear(parent, "k", IdentityCorrection(targets=("q",)), ("k",), 3)
+    assert list(conditioned_projections(parent)) == ["qkv"]
+    assert list(parent["qkv"].state_dict()) == ["weight", "bias"] and not list(parent.buffers())
+    assert parent["qkv"].weight is stock.weight and parent["qkv"].bias is stock.bias
     with pytest.raises(ValueError, match="not a multiple"):
-        ConditionedLinear(8, 20, IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
+        ConditionedLinear(nn.Linear(8, 20), IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
+    frozen = ConditionedLinear(stock.requires_grad_(False).eval(), IdentityCorrection(), parent["qkv"].layout)
+    assert not frozen.training and not frozen.folded().weight.requires_grad
+
+
+@pytest.mark.parametrize("settings", CONDITIONINGS, ids=repr)
+def test_a_saved_state_dict_folds_without_a_model(settings):
+    stock, _, x = pair(Caller)
+    model = mmspectral.condition(copy.deepcopy(stock), settings).eval()
+    expected, buffer = model(x), io.BytesIO()
+    torch.save(copy.deepcopy(model).state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    note = dict(state._metadata["0.qkv"][METADATA_KEY])
+    assert note.pop("layout") == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
+    assert build_conditioning(note) == build_conditioning(settings)
+    folded = folded_state_dict(state)
+    assert list(folded) == list(stock.state_dict())
+    assert not any(METADATA_KEY in entry for entry in folded._metadata.values())
+    stock.load_state_dict(folded, strict=True)
+    torch.testing.assert_close(stock(x), expected, rtol=1e-11, atol=1e-11)
+    assert torch.equal(model(x), expected), "the original is left as it was"
+    if "0.qkv.correction" in state:
+        del state["0.qkv.correction"]
+        with pytest.raises(ValueError, match=r"'0.qkv.correction' is missing"):
+            folded_state_dict(state)
+
+
+def test_sites_print_as_a_table():
+    model = nn.Sequential(Caller(), nn.MultiheadAttention(12, 3))
+    table = mmspectral.sites(model)
+    assert [site.name for site in table] == ["0.qkv", "1"]
+    assert str(table).split("\n")[1].split() == ["0.qkv", "fused", "qkv", "3", "36", "[3][heads][d]"]
+    mmspectral.condition(model, CONDITIONING, include=["0"])
+    assert [site.kind for site in mmspectral.sites(model)] == ["conditioned", "nn.MultiheadAttention"]
+
+
+def test_interleaved_rows():
+    """Rows [heads][3][d], as in GPT-NeoX and timm's MaxxViT."""
+
+    class NeoX(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_attention_heads = 3
+            self.query_key_value = nn.Linear(12, 36)
+
+        def forward(self, x):
+            q, k, v = self.query_key_value(x).unflatten(-1, (3, -1)).chunk(3, dim=-1)
+            return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+
+    for scope in ("full", "head"):
+        model = NeoX().double()
+        expected = copy.deepcopy(model)
+        write_w_plus_c(expected.query_key_value, 3, "[heads][3][d]", scope)
+        mmspectral.condition(model, dict(CONDITIONING, scope=scope), layout=dict(row_order="[heads][3][d]"))
+        x = torch.randn(2, 5, 12).double()
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+def perturbed(model):
+    """Move zero-initialised gammas and heads off zero, so that attention reaches the output."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def check(model, x, num_sites, **options):
+    """Against the stock model with W + C written into its weights by hand."""
+    expected = copy.deepcopy(model)
+    found = mmspectral.sites(model, **options)
+    assert len(found) == num_sites
+    for site in found:
+        module = expected.get_submodule(site.name)
+        weight = module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
+        layout = site.layout
+        C = reference.identity_matrix(
+            *weight.shape, [2.0] * len(layout.roles), layout.num_heads, layout.row_order, "full"
+        )
+        with torch.no_grad():
+            weight.add_(C)
+    mmspectral.condition(model, CONDITIONING, **options)
+    with torch.no_grad():
+        ours = model(x)
+        torch.testing.assert_close(ours, expected(x), rtol=1e-3, atol=1e-3)
+        assert list(model.state_dict()) == list(expected.state_dict())
+        torch.testing.assert_close(mmspectral.fold(model)(x), ours, rtol=1e-3, atol=1e-3)
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mmspectral.unfold(model)(x), ours, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    "conditioning",
+    ("name", "kwargs", "num_sites"),
     [
-        IdentityCorrection(),
-        SVDCorrection(interval=5, targets=("q", "v")),
-        pytest.param(IdentityCorrection(dict(q=7.0, k=1.0), preserve_norm=0.2), marks=pytest.mark.slow),
-        pytest.param(SVDCorrection(), marks=pytest.mark.slow),
-        pytest.param(PolarCorrection(scope="head"), marks=pytest.mark.slow),
+        ("vit_tiny_patch16_224", dict(img_size=32), 2),
+        ("beit_base_patch16_224", dict(img_size=32, embed_dim=48, num_heads=3), 2),
+        ("swinv2_tiny_window8_256", dict(img_size=32, window_size=2, embed_dim=24, num_heads=(1, 2)), 2),
+        ("xcit_nano_12_p16_224", {}, 8),
+        pytest.param("pvt_v2_b0", {}, 16, marks=pytest.mark.slow),
+        pytest.param("convit_tiny", dict(img_size=32), 22, marks=pytest.mark.slow),
+        pytest.param("maxvit_rmlp_pico_rw_256", dict(img_size=64), 22, marks=pytest.mark.slow),
     ],
-    ids=repr,
 )
-def test_compiles_without_a_graph_break(conditioning):
-    _, ours, x = pair(conditioning)
-    refresh_corrections(ours, updates=1)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for autocast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            x = x.detach().requires_grad_()
-            for a, b in zip(compiled(x), ours(x), strict=True):
-                torch.testing.assert_close(a, b)
-                (grad_a,), (grad_b,) = (torch.autograd.grad(y.float().sum(), x, retain_graph=True) for y in (a, b))
-                torch.testing.assert_close(grad_a, grad_b)
-
-
-def test_conditions_and_folds_a_timm_model():
-    """The example of the README, on a model that is not ours."""
+def test_timm(name, kwargs, num_sites):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3).eval()
-    x = torch.randn(2, 3, 32, 32)
-    stock = model(x)
-    for block in model.blocks:
-        condition_linear(block.attn, "qkv", IdentityCorrection(1.0), ("q", "k", "v"), 3, "[3][heads][d]")
-    conditioned = model(x)
-    assert len(conditioned_projections(model)) == 12
-    assert not torch.allclose(conditioned, stock)
-    fold(model)
-    torch.testing.assert_close(model(x), conditioned, rtol=1e-4, atol=1e-4)
+    if name.startswith(("vit", "beit", "xcit")):
+        kwargs = dict(kwargs, depth=2)
+    if name.startswith("swinv2"):
+        kwargs = dict(kwargs, depths=(1, 1))
+    model = perturbed(timm.create_model(name, num_classes=3, **kwargs))
+    check(model, torch.randn(1, 3, kwargs.get("img_size", 32), kwargs.get("img_size", 32)), num_sites)
+
+
+@pytest.mark.parametrize("version", ["", "V2"])
+def test_torchvision_swin(version):
+    """Its attention multiplies by ``self.qkv.weight``: a replaced projection is never called."""
+    models = pytest.importorskip("torchvision.models.swin_transformer")
+    extract = pytest.importorskip("torchvision.models.feature_extraction").create_feature_extractor
+    torch.manual_seed(0)
+    block = getattr(models, f"SwinTransformerBlock{version}")
+    model = perturbed(models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [2, 2], num_classes=3, block=block))
+    x = torch.randn(1, 3, 16, 16)
+    check(model, x, 2)
+    features = extract(model, ["flatten"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)  # the graph follows the weights
+    torch.testing.assert_close(model.head(features(x)["flatten"]), model(x))
+
+
+def test_torchvision_vit():
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    model = perturbed(models.VisionTransformer(32, 16, 2, 4, 32, 64, num_classes=3))
+    check(model, torch.randn(1, 3, 32, 32), 2)
+
+
+def test_mmpretrain_readers():
+    """Swin V2 and BEiT multiply by self.qkv.weight."""
+    backbones = pytest.importorskip("mmpretrain.models.backbones")
+    torch.manual_seed(0)
+
+    class First(nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+
+        def forward(self, x):
+            return self.backbone(x)[0]
+
+    arch = dict(embed_dims=24, depths=[1, 1], num_heads=[2, 2], extra_norm_every_n_blocks=0)
+    swin = backbones.SwinTransformerV2(arch, img_size=32, window_size=[4, 4], pad_small_map=True, out_indices=(1,))
+    beit = backbones.BEiTViT(dict(embed_dims=24, num_layers=2, num_heads=2, feedforward_channels=48), img_size=32)
+    for backbone in (swin, beit):
+        model = First(backbone)
+        check(perturbed(model), torch.randn(1, 3, 32, 32), 2)
+
+
+def test_transformers():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
+
+    class Last(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x)[0]
+
+    tokens = torch.randint(0, 50, (2, 7))
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+    check(perturbed(Last(bert)), tokens, 6)
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes))
+    check(perturbed(Last(vit)), torch.randn(1, 3, 32, 32), 6)
+    llama = transformers.LlamaModel(
+        transformers.LlamaConfig(vocab_size=50, **dict(sizes, num_attention_heads=4), num_key_value_heads=2)
+    )
+    assert {site.num_heads for site in mmspectral.sites(llama)} == {2, 4}
+    check(perturbed(Last(llama)), tokens, 6)
+    neox = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(vocab_size=50, **sizes))
+    check(perturbed(Last(neox)), tokens, 2, layout=dict(row_order="[heads][3][d]"))
+
+
+def test_names_of_the_package():
+    for name in ("condition", "fold", "sites", "unfold"):
+        assert getattr(mmspectral, name) is getattr(mmspectral.layers, name) and name in mmspectral.__all__
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        mmspectral.unknown  # noqa: B018
