@@ -92,11 +92,8 @@ def test_errors(cfg, error, match):
 
 def test_users_own_correction():
     class AllOnes(Correction):
-        def linear(self, x, weight, bias, layout):
-            return nn.functional.linear(x, self.corrected(weight, layout), bias)
-
-        def corrected(self, weight, layout):
-            return weight + 1
+        def corrected(self, weight, layout, dtype=None):
+            return (weight + 1).to(dtype or weight.dtype)
 
     with pytest.raises(TypeError, match="must subclass"):
         register_conditioning(nn.Linear)
@@ -147,7 +144,7 @@ def test_preserve_norm_keeps_the_frobenius_norm_and_the_condition_number(scope, 
 def test_preserve_norm_scales_the_gradient():
     torch.manual_seed(0)
     layout, x = ProjectionLayout(("v",), 2), torch.randn(5, 8)
-    linear = ConditionedLinear(8, 8, IdentityCorrection(3.0, preserve_norm=0.5), layout)
+    linear = ConditionedLinear(nn.Linear(8, 8), IdentityCorrection(3.0, preserve_norm=0.5), layout)
     linear(x).sum().backward()
     s = ops.norm_factors([3.0], (8, 8), layout, "full", 0.5)[0]
     assert s == pytest.approx((64 * 0.25 / (64 * 0.25 + 8 * 9)) ** 0.5)

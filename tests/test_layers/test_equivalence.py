@@ -1,4 +1,4 @@
-"""Design decision 5: training W under W + C with a constant C is training W' = W + C from a shifted start.
+"""Training W under W + C with a constant C is training W' = W + C from a shifted start.
 
 Weight decay then pulls W' towards C. It holds for optimizers that see only
 gradients; Adafactor scales its step by the size of the parameter, so there it fails.
@@ -56,7 +56,7 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     condition_linear(ours, "qkv", conditioning or IdentityCorrection(), ("q", "k", "v"), 3, "[3][heads][d]")
     shifted = copy.deepcopy(ours)
     C = {"qkv.weight": ours.qkv.correction_matrix()}
-    sites = fold(shifted)
+    fold(shifted)
     optimizers = [
         make_optimizer(ours.parameters(), 0.0 if decay is None else DECAY),
         make_optimizer(shifted.parameters(), 0.0),
@@ -80,7 +80,7 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     assert moved > 1e-6, "the average must differ from the last weight"
     difference = 0.0
     for a, b in ((ours, shifted), (averages[0].module, averages[1].module)):
-        unfold(b, sites)
+        unfold(b)
         pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
         difference = max(difference, *((p - q).abs().max().item() for p, q in pairs))
     return difference

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mmspectral.layers import condition
+from mmspectral.layers import sites as site_table
 from mmspectral.layers.alternatives import QKNorm
 from mmspectral.layers.sites import find_sites
 
@@ -34,7 +35,7 @@ def test_fused_projection(name):
     model = nn.Sequential(Attention(("num_heads", 4), **{name: (8, 24), "proj": (8, 8)}), nn.Linear(8, 8))
     (site,) = find_sites(model)
     assert (site.name, site.kind, site.roles, site.num_heads) == (f"0.{name}", "fused", ("q", "k", "v"), 4)
-    assert (site.rows, site.row_order, site.reads_weight) == (24, "[3][heads][d]", False)
+    assert (site.rows, site.row_order) == (24, "[3][heads][d]")
 
 
 @pytest.mark.parametrize("pattern", ["{}", "to_{}", "{}_proj", "{}_lin", "w{}", "linear_{}"])
@@ -190,21 +191,21 @@ def test_wrong_layout(layout, match):
         find_sites(Attention(qkv=(8, 24)), layout=layout)
 
 
-def test_dry_run_prints_a_table_and_changes_nothing():
+def test_sites_print_as_a_table():
     model = nn.ModuleDict({"a": Attention(("num_heads", 2), qkv=(8, 24)), "b": nn.MultiheadAttention(6, 3)})
     model["c"] = Attention(q=(8, 8), k=(8, 8), v=(8, 8))
-    found = condition(model, None, dry_run=True)
+    found = site_table(model)
     lines = str(found).splitlines()
     assert lines[0].split() == ["name", "kind", "roles", "heads", "rows", "layout"]
     assert lines[1].split() == ["a.qkv", "fused", "qkv", "2", "24", "[3][heads][d]"]
     assert lines[2].split() == ["b", "nn.MultiheadAttention", "qkv", "3", "18", "[3][heads][d]"]
     assert lines[3].split() == ["c.q", "separate", "q", "?", "8", "[3][heads][d]"]
-    assert len(lines) == 6 and list(found) == ["a.qkv", "b", "c.q", "c.k", "c.v"]
-    only = condition(model, dict(type="IdentityCorrection", targets=["k"]), dry_run=True)
-    assert list(only) == ["a.qkv", "b", "c.k"]
-    assert condition(model, None).keys() == found.keys()
-    assert type(model["a"].qkv) is type(model["c"].k) is nn.Linear
-    assert type(model["b"]) is nn.MultiheadAttention
+    assert [site.name for site in found] == ["a.qkv", "b", "c.q", "c.k", "c.v"]
+    condition(model, dict(type="IdentityCorrection", targets=["k"]))
+    after = {site.name: site.kind for site in site_table(model)}
+    assert [name for name, kind in after.items() if kind == "conditioned"] == ["a.qkv", "b", "c.k"]
+    with pytest.raises(ValueError, match="no attention projection"):
+        site_table(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,4 @@ def test_sites_of_timm_models(name, expected):
     assert {kind: sum(site.kind == kind for site in found) for kind in expected} == expected
     assert len(found) == sum(expected.values())
     assert all(site.num_heads for site in found)
-    # timm multiplies by self.qkv.weight here.
-    reads = {site.name for site in found if site.reads_weight}
-    assert bool(reads) == name.startswith(("beit", "swinv2", "convit"))
     assert ({site.row_order for site in found} == {"[heads][3][d]"}) == name.startswith("maxvit")

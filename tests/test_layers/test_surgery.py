@@ -480,15 +480,6 @@ def test_a_saved_state_dict_folds_without_a_model(settings):
             folded_state_dict(state)
 
 
-def test_sites_print_as_a_table():
-    model = nn.Sequential(Caller(), nn.MultiheadAttention(12, 3))
-    table = mmspectral.sites(model)
-    assert [site.name for site in table] == ["0.qkv", "1"]
-    assert str(table).split("\n")[1].split() == ["0.qkv", "fused", "qkv", "3", "36", "[3][heads][d]"]
-    mmspectral.condition(model, CONDITIONING, include=["0"])
-    assert [site.kind for site in mmspectral.sites(model)] == ["conditioned", "nn.MultiheadAttention"]
-
-
 def test_interleaved_rows():
     """Rows [heads][3][d], as in GPT-NeoX and timm's MaxxViT."""
 

@@ -233,7 +233,7 @@ def test_qk_norm_equals_its_naive_twin(norm, row_order):
                 torch.testing.assert_close(ours, naive_norm(theirs, gain, norm), rtol=1e-12, atol=1e-12)
     assert torch.equal(fused["v"], plain["v"])
     assert type(model.v) is nn.Linear
-    assert model.qkv.bfloat16().q_norm(x[..., : D // HEADS].bfloat16()).dtype == torch.float32  # design.md, decision 7
+    assert model.qkv.bfloat16().q_norm(x[..., : D // HEADS].bfloat16()).dtype == torch.float32
 
 
 def test_qk_norm_equals_timms():
@@ -311,7 +311,7 @@ def train(models, steps, with_cp=False):
 
 @ROW_ORDERS
 def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
-    """users.md E17; the twin is torch.nn.utils.parametrizations.spectral_norm on separate projections."""
+    """The twin is torch.nn.utils.parametrizations.spectral_norm on separate projections."""
     fused = Attention(dict(type="SpectralNorm"), row_order).qkv
     separate = nn.ModuleDict({role: spectral_norm(m) for role, m in separate_copy(fused, row_order).items()})
     for p, role in enumerate(ROLES):
@@ -347,7 +347,7 @@ def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
 @ROW_ORDERS
 @each(DIVISIONS)
 def test_each_projection_is_divided_by_its_own_largest_singular_value(cfg, row_order):
-    """users.md E17: the criterion is each block's, not the fused matrix's."""
+    """The criterion is each block's, not the fused matrix's."""
     model = Attention(cfg, row_order).qkv
     with torch.no_grad():
         for factor, block in zip((1.0, 5.0, 0.2), model.layout.split(model.weight, "head"), strict=True):
@@ -393,7 +393,6 @@ def test_other_projections_are_left_alone(cfg, row_order, targets):
 @ROW_ORDERS
 @each(DIVISIONS)
 def test_eval_is_constant_and_equals_the_folded_projection(cfg, row_order):
-    """users.md D9."""
     model = Attention(cfg, row_order)
     train([model], steps=3)
     model.eval()
@@ -606,7 +605,7 @@ def test_a_loaded_checkpoint_wins(cfg, tmp_path):
         assert torch.equal(tensor, trained.state_dict()[name]), name
 
 
-def test_casting_by_apply_draws_nothing():
+def test_casting_by_apply_initialises_nothing():
     model = Attention(dict(type="OrthogonalInit"))
     before = copy.deepcopy(model.qkv.weight.detach())
     model.apply(lambda module: module.float())
@@ -623,7 +622,7 @@ def test_projections_can_be_built_on_the_meta_device(cfg):
 
 @each(SWITCHES)
 def test_backbones_take_the_switches(cfg):
-    """from_stock builds its layer on the meta device and then gives it the stock layer's parameters."""
+    """The layer takes over the stock layer's parameters."""
     torch.manual_seed(0)
     model = SpectralXCiT(arch=dict(embed_dims=E, depth=2, num_heads=HEADS), patch_size=8, conditioning=cfg)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())

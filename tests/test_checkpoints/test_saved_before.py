@@ -1,0 +1,22 @@
+"""Checkpoints that were saved before the redesign load strictly and give the outputs that they were saved with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmspectral.registry import MODELS
+
+FILES = sorted((Path(__file__).resolve().parents[1] / "data" / "checkpoints").glob("*.pth"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_outputs_are_those_of_then(path):
+    saved = torch.load(path, weights_only=True)
+    settings = dict(saved["settings"])
+    model = MODELS.build(dict(settings, type=f"mmspectral.{settings['type']}")).eval()
+    model.load_state_dict(saved["state_dict"], strict=True)
+    with torch.no_grad():
+        outputs = model(saved["images"])
+    for ours, theirs in zip(outputs, saved["outputs"], strict=True):
+        assert torch.equal(ours, theirs)
