@@ -19,4 +19,5 @@ def test_outputs_are_those_of_then(path):
     with torch.no_grad():
         outputs = model(saved["images"])
     for ours, theirs in zip(outputs, saved["outputs"], strict=True):
-        assert torch.equal(ours, theirs)
+        # Bit-equal on the machine that wrote them, with its two threads; others sum in another order.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
