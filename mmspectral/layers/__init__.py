@@ -20,7 +20,7 @@ from mmspectral.layers.projection import (
     changed_function,
     register_conditioning,
 )
-from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
+from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, feature_kernels, share_geometry
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.layers.sites import Site, find_sites
 from mmspectral.layers.surgery import (
@@ -65,6 +65,7 @@ __all__ = [
     "condition_linear",
     "conditioned_projections",
     "corrected_parameters",
+    "feature_kernels",
     "find_sites",
     "fold",
     "folded_state_dict",

@@ -212,3 +212,8 @@ def _start(rank: int, dim: int, seed: int, layer: int) -> Tensor:
         return torch.eye(dim)
     directions = draw_projection(rank, dim, seed, layer)
     return directions / directions.norm(dim=-1, keepdim=True) * (dim / rank) ** 0.5
+
+
+def feature_kernels(model: nn.Module) -> dict[str, RandomFeatureKernel]:
+    """Return the random-feature kernels of ``model`` by name, in module order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RandomFeatureKernel)}

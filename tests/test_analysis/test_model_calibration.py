@@ -13,7 +13,7 @@ from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.analysis.model_calibration import calibrate_model, gather_inputs, markdown_table, write_csv
 from mmspectral.layers import RandomFeatureKernel
 from mmspectral.models import DarkViT
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import feature_kernels
 from mmspectral.ops.random_features.baselines import softmax_attention
 
 BOTH = dict(proposal="sharp", shift="fixed")
