@@ -206,7 +206,6 @@ def test_half_precision(name, dtype):
 
 @pytest.mark.slow
 def test_compiles_into_one_graph():
-    """"""
     arch = dict(embed_dims=16, depths=[1, 1], num_heads=[2, 4])  # more takes minutes
     model = randomize(dense(arch=arch, out_indices=(0, 1), conditioning=CONDITIONING, drop_path_rate=0.3))
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -106,7 +106,6 @@ def test_many_features_come_close_to_softmax(name):
 @pytest.mark.parametrize("trainable", ["all", "projections"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_trained_parameter_gets_a_gradient(name, trainable):
-    """"""
     forms = (
         dict(),
         dict(out_type="featmap", out_indices=(0, 1), conditioning=CONDITIONING),

@@ -71,7 +71,6 @@ def test_conditioning_changes_the_function_and_nothing_else():
 
 
 def test_outputs_are_described():
-    """"""
     assert build(arch=dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2])).out_channels == [32]
     model = dense(out_indices=(2, 0))
     assert model.out_indices == (0, 2)
@@ -150,7 +149,6 @@ def channel_attention_reference(x, weights, biases, proj, num_heads, scale):
 @pytest.mark.parametrize("targets", [("q", "k", "v"), ("q",), ("k", "v")])
 @pytest.mark.parametrize("layer_type", ["channel", "window"])
 def test_fused_conditioning_is_that_of_three_separate_projections(targets, layer_type, adopted):
-    """"""
     torch.manual_seed(0)
     settings = dict(type="IdentityCorrection", scale=3.0, targets=targets)
     if layer_type == "channel":

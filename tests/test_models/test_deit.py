@@ -105,7 +105,6 @@ def test_distilled_sizes_have_the_published_parameters(arch, millions):
 
 
 def test_equals_timm():
-    """"""
     timm_deit = pytest.importorskip("timm.models.deit")
     from mmpretrain.models.heads import DeiTClsHead
 

@@ -35,7 +35,6 @@ def forward_backward(model, *size, batch=2):
 
 
 def test_single_patch_with_batch_norm_is_a_clear_error():
-    """"""
     model = dense().train()
     with pytest.raises(ValueError, match="single 8-pixel patch"):
         model(torch.randn(1, 3, 8, 8))
