@@ -29,13 +29,13 @@ from mmspectral.layers.surgery import (
     conditioned_projections,
     corrected_parameters,
     fold,
-    folded_state_dict,
     refresh_corrections,
     replaced_projections,
     sites,
     stored_corrections,
     unfold,
     unfolded_weight,
+    warn_of_low_precision,
 )
 
 __all__ = [
@@ -68,7 +68,6 @@ __all__ = [
     "feature_kernels",
     "find_sites",
     "fold",
-    "folded_state_dict",
     "probe_tokens",
     "refresh_corrections",
     "register_conditioning",
@@ -79,4 +78,5 @@ __all__ = [
     "stored_corrections",
     "unfold",
     "unfolded_weight",
+    "warn_of_low_precision",
 ]
