@@ -10,7 +10,7 @@ from mmspectral.layers.corrections import (
     SVDCorrection,
 )
 from mmspectral.layers.dark import DarkAttention
-from mmspectral.layers.kernels import build_kernel
+from mmspectral.layers.kernels import RandomFeatureKernel, build_kernel, feature_kernels, share_geometry
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
 from mmspectral.layers.projection import (
     METADATA_KEY,
@@ -20,7 +20,6 @@ from mmspectral.layers.projection import (
     changed_function,
     register_conditioning,
 )
-from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, feature_kernels, share_geometry
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.layers.sites import Site, find_sites
 from mmspectral.layers.surgery import (
