@@ -67,6 +67,8 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
             naming, or other code would drop a correction or DARK attention;
             ``target`` is there and ``force`` is False.
     """
+    if to not in TARGETS or family not in (None, *FAMILIES):
+        raise UsageError(f"--to is one of {', '.join(TARGETS)}, --family one of {', '.join(FAMILIES)}.")
     loaded = read_checkpoint(source)
     weights = find_weights(loaded, source)
     found, naming, backbone, outside = _split(weights, source, family)
