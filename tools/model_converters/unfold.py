@@ -6,7 +6,7 @@ usage: python tools/model_converters/unfold.py CONFIG SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors, require_file
 
 
 def parse_args() -> argparse.Namespace:
