@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Report what mmspectral finds in this environment, and how to mend what is missing.
+"""Report what mmspectral finds in this environment, with the command that installs what is missing.
 
 The exit status is 1 when Mask R-CNN could not run.
 """

@@ -58,7 +58,7 @@ mmspectral_editable_is_here() {
 mmspectral_create_venv() {
     local venv="$1" python
     if [[ -e "$venv/.mmspectral-unfinished" ]]; then
-        mmspectral_say "an earlier set-up of $venv was interrupted; making it anew (pip keeps its downloads)"
+        mmspectral_say "an earlier set-up of $venv was interrupted; making it again (pip keeps its downloads)"
     elif "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     elif [[ -e "$venv" && ! -e "$venv/pyvenv.cfg" ]] && ! rmdir "$venv" 2>/dev/null; then
@@ -115,7 +115,7 @@ mmspectral_prepare_venv() {
         cat setup.py tools/{constraints.txt,"constraints-$stack.txt",setup_env.sh} mmspectral/compat/environment.py |
         cksum)"
     mkdir -p "$(dirname "$venv")" || return
-    # The lock is a file beside the environment, which may be removed and made anew while it is held.
+    # The lock is a file beside the environment, which may be removed and made again while it is held.
     if command -v flock >/dev/null; then
         exec {mmspectral_lock}>"$venv.lock" || return
         if ! flock -n "$mmspectral_lock"; then
@@ -150,7 +150,7 @@ mmspectral_setup() {
         python="$venv/bin/python"
         # In a subshell: the lock goes with it.
         if ! (mmspectral_prepare_venv "$venv" "$root" "${stack:-onedl}"); then
-            echo "The set-up of $venv did not finish. Start the same command again once the cause above is mended." >&2
+            echo "The set-up of $venv did not finish. Start the same command again once the cause above is resolved." >&2
             return 1
         fi
     fi

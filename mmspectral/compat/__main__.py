@@ -1,9 +1,8 @@
-"""Let torchvision stand in for mmcv's compiled operators in every process of an environment.
+"""Let mmcv and mmpretrain work in every process of an environment.
 
-``import mmspectral`` does so for its own process. mmdet's tools, mim, its
-inferencers and notebooks import mmdet first; for them ``python -m
-mmspectral.compat install`` leaves a line in site-packages that Python runs
-when it starts.
+``import mmspectral`` does so for its own process: torchvision stands in for mmcv's compiled operators, and mmpretrain
+imports beside transformers 5. mmdet's tools, mim, its inferencers and notebooks import mmdet first; for them ``python
+-m mmspectral.compat install`` leaves a line in site-packages that Python runs when it starts.
 """
 
 import argparse
@@ -17,24 +16,27 @@ from mmspectral.compat.mmcv_ops import mmcv_ops_backend
 
 FILE_NAME = "mmspectral_compat.pth"
 
-# Runs before editable installs are importable and in processes that never see mmcv: it imports mmspectral
-# only when mmcv._ext is asked for, and finds nothing once mmspectral has been uninstalled. Some versions of Python read
-# the start-up files of a virtual environment twice.
+# Runs before editable installs are importable and in processes that never see OpenMMLab: it imports mmspectral only
+# when one of two modules is asked for, and finds nothing once mmspectral has been uninstalled. It asks last about
+# mmcv._ext, so that a compiled one is found first. Some versions of Python read a start-up file twice.
 _START_UP = """\
 class MmspectralCompat:
-    @staticmethod
-    def find_spec(fullname, path=None, target=None):
-        if fullname != "mmcv._ext":
+    def __init__(self, module, place, finder):
+        self.module, self.place, self.finder = module, place, finder
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.module:
             return None
         try:
-            from mmspectral.compat.mmcv_ops import TorchvisionExtensionFinder
+            place = __import__(self.place, fromlist=[self.finder])
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "mmspectral":
                 raise
             return None
-        return TorchvisionExtensionFinder().find_spec(fullname, path, target)
+        return getattr(place, self.finder)().find_spec(fullname, path, target)
 if "MmspectralCompat" not in [type(finder).__name__ for finder in sys.meta_path]:
-    sys.meta_path.append(MmspectralCompat())
+    sys.meta_path.append(MmspectralCompat("mmcv._ext", "mmspectral.compat.mmcv_ops", "TorchvisionExtensionFinder"))
+    sys.meta_path.insert(0, MmspectralCompat(
+        "mmpretrain.utils.dependency", "mmspectral.compat.multimodal", "WithoutMultimodalFinder"))
 """
 LINE = f"import sys; exec({_START_UP!r})\n"
 
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m mmspectral.compat", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="serve the operators in every process of this environment")
+    commands.add_parser("install", help="serve every process of this environment")
     commands.add_parser("uninstall", help="undo install")
     commands.add_parser("status", help="say who serves the operators; fails when nobody does")
     command = parser.parse_args(arguments).command
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command == "install":
             install(file)
-            print(f"wrote {file}: torchvision serves mmcv's operators wherever mmcv has no compiled ones")
+            print(f"wrote {file}: mmcv's operators and mmpretrain's import are served in every process")
         else:
             print(f"removed {file}" if uninstall(file) else f"there was no {file}")
     except OSError as error:

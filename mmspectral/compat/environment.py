@@ -1,4 +1,4 @@
-"""What mmspectral needs, and what the running interpreter offers of it.
+"""The packages that mmspectral needs, and checks of what the running interpreter has of them.
 
 The top of this file imports the standard library alone, and nothing of mmspectral: ``setup.py`` and
 ``tools/check_env.py`` load it by its path, before anything is installed or when what is installed is broken.
@@ -24,12 +24,15 @@ FAMILIES = {
     "openmmlab": ("mmengine>=0.10.7,<1", "mmcv-lite>=2.0,<2.2", "mmdet>=3.3,<4", "mmpretrain>=1.2,<2", "setuptools<82"),
 }
 EXPORT = ("onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5")
+LANGUAGE = ("transformers>=5.20,<6", "tokenizers>=0.22", "scipy")
 EXTRAS = {
     "onedl": (FRAMEWORKS[1], *FAMILIES["onedl"], "faster-coco-eval>=1.6"),
     "openmmlab": (FRAMEWORKS[1], *FAMILIES["openmmlab"], "faster-coco-eval>=1.6"),
     "export": EXPORT,
+    "language": LANGUAGE,
     "tests": (
         *EXPORT,
+        *LANGUAGE,
         "codespell",
         "hypothesis",
         "pre-commit",
@@ -48,12 +51,7 @@ _ALTERNATIVES = {"mmcv-lite": ("mmcv", "mmcv-lite")}
 
 
 class Finding(NamedTuple):
-    """One line of the report.
-
-    ``level`` is ``"ok"``, ``"note"``, ``"warning"`` or ``"error"``. An error is
-    what keeps Mask R-CNN from running; ``remedy`` is the command or the step
-    that mends it.
-    """
+    """One line of the report; its level is "ok", "note", "warning" or, for what stops Mask R-CNN, "error"."""
 
     level: str
     subject: str
@@ -62,15 +60,12 @@ class Finding(NamedTuple):
 
 
 def distribution_name(requirement: str) -> str:
-    """Return the distribution that a requirement such as ``"torch>=2.4"`` names."""
+    """Return the distribution that a requirement such as ``"torch>=2.4"`` is about."""
     return re.match(r"[A-Za-z0-9._-]*[A-Za-z0-9]", requirement).group()
 
 
 def find_distribution(name: str) -> tuple[str, str] | None:
-    """Return name and version of the installed distribution that goes by ``name``, or None.
-
-    The name differs where another distribution does as well: mmcv for mmcv-lite.
-    """
+    """Return name and version of the distribution ``name``, or of one that does as well, or None."""
     for candidate in _ALTERNATIVES.get(name, (name,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return candidate, importlib.metadata.version(candidate)
@@ -79,11 +74,14 @@ def find_distribution(name: str) -> tuple[str, str] | None:
 
 def installed_families() -> dict[str, list[str]]:
     """Return, for each family, which of its four distributions are installed."""
-    found = {
-        family: [find_distribution(distribution_name(requirement)) for requirement in requirements[: len(_IMPORTS)]]
+    return {
+        family: [
+            found[0]
+            for requirement in requirements[: len(_IMPORTS)]
+            if (found := find_distribution(distribution_name(requirement)))
+        ]
         for family, requirements in FAMILIES.items()
     }
-    return {family: [entry[0] for entry in entries if entry] for family, entries in found.items()}
 
 
 def family_in_use() -> str:
@@ -95,8 +93,7 @@ def family_in_use() -> str:
 def pip_command(requirements: Iterable[str], *options: str) -> str:
     """Return the shell command that installs ``requirements`` for this interpreter.
 
-    torchvision is asked for together with the torch that is installed, so that
-    pip does not replace a torch which fits the machine's CUDA.
+    torchvision is asked for together with the torch that is installed, which may be the one that fits the CUDA here.
     """
     requirements = list(requirements)
     torch = find_distribution("torch")
@@ -115,18 +112,11 @@ def check_versions(tests: bool = False, family: str | None = None) -> list[Findi
     family = family or family_in_use()
     requirements = FRAMEWORKS + FAMILIES[family] + (EXTRAS["tests"] if tests else ())
     findings = [_check_requirement(requirement) for requirement in requirements]
-    overlapping = [names for names in installed_families().values() if names]
-    if len(overlapping) == 2:
-        remove = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", *overlapping[0], *overlapping[1]])
-        findings.append(
-            Finding(
-                "warning",
-                "families",
-                f"{', '.join(overlapping[0])} and {', '.join(overlapping[1])} write into the same import packages; "
-                "which files are there depends on the order of installation",
-                f"{remove} && {pip_command(FAMILIES['onedl'])}",
-            )
-        )
+    first, second = installed_families().values()
+    if first and second:
+        detail = f"{', '.join(first)} and {', '.join(second)} write into the same import packages"
+        remove = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", *first, *second])
+        findings.append(Finding("warning", "families", detail, f"{remove} && {pip_command(FAMILIES['onedl'])}"))
     return findings
 
 
@@ -140,9 +130,7 @@ def _check_requirement(requirement: str) -> Finding:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        return Finding(
-            "error", name, f"{version}; not compared, because packaging is missing", pip_command(["packaging"])
-        )
+        return Finding("error", name, f"{version}; not compared: packaging is missing", pip_command(["packaging"]))
     if not Requirement(requirement).specifier.contains(version, prereleases=True):
         return Finding("error", name, f"{version} is installed; {requirement} is needed", remedy)
     return Finding("ok", name, version)
@@ -151,10 +139,10 @@ def _check_requirement(requirement: str) -> Finding:
 def check_environment() -> list[Finding]:
     """Try everything that mmdet's Mask R-CNN needs, from the versions to a call of its operators.
 
-    Imports what it checks; a part that cannot be imported becomes a finding
-    and not an exception.
+    Imports what it checks; a part that cannot be imported becomes a finding and not an exception.
     """
     families = " and ".join(family for family, names in installed_families().items() if names)
+    needed = {module: FAMILIES[family_in_use()][position] for module, position in _IMPORTS.items()}
     findings = [
         Finding("ok", "python", f"{platform.python_version()} at {sys.executable}"),
         Finding("ok", "family", families or "none"),
@@ -162,30 +150,27 @@ def check_environment() -> list[Finding]:
     ]
     torch_findings = _check_import("torch", FRAMEWORKS[0])
     findings += torch_findings
-    if _blocked(torch_findings):
+    if torch_findings:
         return [*findings, Finding("note", "mmcv.ops", "not tried: torch cannot be imported")]
     findings += _check_devices()
-    findings += _check_import("torchvision", FRAMEWORKS[1])
-    findings += _check_import("cv2", "opencv-python-headless")
-    requirements = FAMILIES[family_in_use()]
-    findings += _check_import("mmengine", requirements[_IMPORTS["mmengine"]])
-    findings += _check_import("mmcv", requirements[_IMPORTS["mmcv"]])
-    findings += _check_import("mmspectral", "")
+    for module, requirement in (
+        ("torchvision", FRAMEWORKS[1]),
+        ("cv2", "opencv-python-headless"),
+        ("mmengine", needed["mmengine"]),
+        ("mmcv", needed["mmcv"]),
+        ("mmspectral", ""),
+    ):
+        findings += _check_import(module, requirement)
     if _blocked(findings):
-        return [*findings, Finding("note", "mmcv.ops", "not tried: mend the errors above first")]
-    findings += _check_operators(requirements[_IMPORTS["mmcv"]])
+        return [*findings, Finding("note", "mmcv.ops", "not tried: resolve the errors above first")]
+    findings += _check_operators(needed["mmcv"])
+    findings += _check_multimodal()
     if not _blocked(findings):
         for module in ("mmpretrain.models", "mmdet.models", "mmdet.datasets", "mmdet.evaluation"):
-            findings += _check_import(module, requirements[_IMPORTS[module.partition(".")[0]]])
+            findings += _check_import(module, needed[module.partition(".")[0]])
     if find_distribution("faster-coco-eval") is None:
-        findings.append(
-            Finding(
-                "note",
-                "faster-coco-eval",
-                "not installed; COCO evaluation uses the slower pycocotools",
-                pip_command(["faster-coco-eval"]),
-            )
-        )
+        detail = "not installed; COCO evaluation uses the slower pycocotools"
+        findings.append(Finding("note", "faster-coco-eval", detail, pip_command(["faster-coco-eval"])))
     return findings
 
 
@@ -228,8 +213,7 @@ def _check_devices() -> list[Finding]:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         findings = [Finding("ok", "CUDA", f"{torch.version.cuda}, {len(names)} device(s): {', '.join(names)}")]
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            version = ".".join(map(str, torch.cuda.nccl.version()))
-            return [*findings, Finding("ok", "NCCL", version)]
+            return [*findings, Finding("ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))]
         return [*findings, Finding("warning", "NCCL", "absent: training on several GPUs needs a torch that has it")]
     if shutil.which("nvidia-smi"):
         detail = f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use it"
@@ -237,7 +221,18 @@ def _check_devices() -> list[Finding]:
     return [Finding("note", "CUDA", f"no device; {os.cpu_count()} CPU cores are used")]
 
 
+def _check_multimodal() -> list[Finding]:
+    from mmspectral.compat import multimodal
+
+    if not multimodal.is_needed():
+        return []
+    detail = "mmpretrain's multimodal models need transformers 4 and are off; mmpretrain would not import with them"
+    return [Finding("note", f"transformers {importlib.metadata.version('transformers')}", detail)]
+
+
 def _check_operators(requirement: str) -> list[Finding]:
+    import torch
+
     from mmspectral.compat import mmcv_ops_backend
 
     backend = mmcv_ops_backend()
@@ -252,12 +247,9 @@ def _check_operators(requirement: str) -> list[Finding]:
         "compiled": "mmcv's compiled extension",
         "torchvision": "torchvision stands in for mmcv._ext; operators that it lacks raise when they are called",
     }
-    findings = [Finding("ok", "mmcv.ops", explained[backend])]
-    import torch
-
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        findings.append(_try_operators(device, without_extension))
-    return findings
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    tried = [_try_operators(device, without_extension) for device in devices]
+    return [Finding("ok", "mmcv.ops", explained[backend]), *tried]
 
 
 def _try_operators(device: str, remedy: str) -> Finding:
@@ -287,4 +279,4 @@ def format_report(findings: Iterable[Finding], write: Callable[[str], object] = 
     for level, subject, detail, remedy in findings:
         write(f"{level:8}{subject}: {detail}")
         if remedy:
-            write(f"{'':8}mend: {remedy}")
+            write(f"{'':8}remedy: {remedy}")

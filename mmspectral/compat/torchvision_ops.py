@@ -1,9 +1,8 @@
 """mmcv's operators on torchvision, with the calling conventions of its compiled extension.
 
-What Mask R-CNN, the deformable DETRs, Mask2Former and their relatives need
-(the deformable operators and RoIPool in modules of their own); any other
-operator raises when it is called. Half-precision inputs are computed in float32 and rounded once:
-torchvision's CPU kernels refuse bfloat16.
+What Mask R-CNN, one-stage detectors, deformable DETRs and Mask2Former need (multi-scale deformable attention lies in
+:mod:`mmspectral.compat.deformable_ops`); any other operator raises when it is called. Half-precision inputs are
+computed in float32 and rounded once: torchvision's CPU kernels refuse bfloat16.
 """
 
 from collections.abc import Callable
@@ -13,33 +12,17 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor
 
-from mmspectral.compat.deformable_ops import (
-    deform_conv_backward_input,
-    deform_conv_backward_parameters,
-    deform_conv_forward,
-    modulated_deform_conv_backward,
-    modulated_deform_conv_forward,
-    ms_deform_attn_backward,
-    ms_deform_attn_forward,
-)
+from mmspectral.compat.deformable_ops import ms_deform_attn_backward, ms_deform_attn_forward
 from mmspectral.compat.precision import at_least_float32
-from mmspectral.compat.roi_pool import roi_pool_backward, roi_pool_forward
 
 __all__ = [
-    "deform_conv_backward_input",
-    "deform_conv_backward_parameters",
-    "deform_conv_forward",
     "get_compiler_version",
     "get_compiling_cuda_version",
-    "modulated_deform_conv_backward",
-    "modulated_deform_conv_forward",
     "ms_deform_attn_backward",
     "ms_deform_attn_forward",
     "nms",
     "roi_align_backward",
     "roi_align_forward",
-    "roi_pool_backward",
-    "roi_pool_forward",
     "sigmoid_focal_loss_backward",
     "sigmoid_focal_loss_forward",
     "softnms",
@@ -63,8 +46,7 @@ def unavailable(name: str) -> Callable:
     def operator(*args, **kwargs):
         raise RuntimeError(
             f"mmcv's operator {name!r} is not available: mmcv has no compiled extension here, and mmspectral serves "
-            "only nms, soft-nms, average RoIAlign, RoIPool, sigmoid focal loss, deformable convolution (v1, v2) and "
-            "multi-scale deformable attention. "
+            "only nms, soft-nms, average RoIAlign, sigmoid focal loss and multi-scale deformable attention. "
             f"To use it, {HOW_TO_COMPILE}."
         )
 

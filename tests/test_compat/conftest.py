@@ -1,15 +1,12 @@
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mmspectral.compat import mmcv_ops_backend, torchvision_ops
+from tests.helpers import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -32,9 +29,8 @@ def operators(request):
 def fresh_process(tmp_path):
     """Run code in a new interpreter and return what it printed; ``folders`` come first on its path."""
 
-    def run(code, *folders, python=sys.executable, arguments=("-c",)):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), "OMP_NUM_THREADS": "1"}
+    def run_code(code, *folders, python=sys.executable, arguments=("-c",)):
         command = [python, *arguments, *([code] if code else [])]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240)
+        return run(*command, path=(*folders, ROOT), cwd=tmp_path)
 
-    return run
+    return run_code

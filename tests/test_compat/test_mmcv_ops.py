@@ -3,6 +3,7 @@
 import importlib.util
 import sysconfig
 
+import mmcv.ops
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
@@ -129,10 +130,16 @@ def test_environment_report_of_mmcv_says_that_nothing_was_compiled(stand_in):
 
 
 @pytest.mark.skipif(mmcv_ops_backend() != "torchvision", reason="this mmcv has compiled operators")
-def test_mmcv_names_the_operator_that_is_missing():
-    import mmcv.ops
-    import torch
-
-    boxes = torch.tensor([[5.0, 5.0, 4.0, 2.0, 0.3]])
-    with pytest.raises(RuntimeError, match="'box_iou_rotated' is not available"):
-        mmcv.ops.box_iou_rotated(boxes, boxes)
+@pytest.mark.parametrize(
+    ("layer", "operator"),
+    [
+        (lambda: mmcv.ops.DeformConv2dPack(2, 2, 1), "deform_conv_forward"),
+        (lambda: mmcv.ops.ModulatedDeformConv2dPack(2, 2, 1), "modulated_deform_conv_forward"),
+        (lambda: lambda x: mmcv.ops.RoIPool(1, 1.0)(x, torch.zeros(1, 5)), "roi_pool_forward"),
+        (lambda: lambda x: mmcv.ops.box_iou_rotated(x.view(-1, 4)[:, :1].expand(-1, 5), x.new_zeros(1, 5)), "box_iou_"),
+    ],
+)
+def test_an_operator_that_is_missing_is_named_when_it_is_used(layer, operator):
+    built = layer()
+    with pytest.raises(RuntimeError, match=f"'{operator}.*' is not available"):
+        built(torch.ones(1, 2, 4, 4))

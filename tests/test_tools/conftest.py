@@ -1,14 +1,10 @@
-"""Run the command lines as users do, on a toy classifier."""
+"""Command lines of ``tools/`` on a toy classifier, each in a process of its own."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests" / "data" / "toy_classification"
+from tests.helpers import ROOT, TOOLS, TOY, run
 
 
 @pytest.fixture(scope="session")
@@ -18,18 +14,10 @@ def toy_config():
 
 @pytest.fixture(scope="session")
 def run_tool():
-    """Return a function that runs ``tools/NAME`` with arguments, in a process of its own."""
-    path = os.pathsep.join([str(ROOT), str(TOY), os.environ.get("PYTHONPATH", "")])
-    # Nothing of an earlier test or of a launcher may leak in.
-    names = ("LOCAL_RANK", "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment.update(PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1")
-
-    def run(name, *arguments, cwd=None):
-        command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=200)
-
-    return run
+    """Return a function that runs ``tools/NAME`` with arguments."""
+    return lambda name, *arguments, cwd=None: run(
+        sys.executable, TOOLS / name, *arguments, cwd=cwd, path=(ROOT, TOY), timeout=200
+    )
 
 
 @pytest.fixture(scope="session")
