@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from mmspectral.analysis.approximation import approximation_error
 from mmspectral.analysis.dark_calibration import DRAWS_OF_NO_LAYER, CalibratedGeometry, Fit, calibrate_geometry
 from mmspectral.analysis.dark_geometry import query_key_moments
-from mmspectral.layers import RandomFeatureKernel
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import softmax_attention
 from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal

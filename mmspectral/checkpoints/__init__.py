@@ -1,1 +1,25 @@
-"""Floor 3: checkpoint files: read, rename, reconcile, load."""
+"""Floor 3: checkpoint files, in four steps: read (files), rename (names), reconcile, load; convert writes others."""
+
+from mmspectral.checkpoints.convert import TARGETS, convert, fold_file, publish, unfold_file
+from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
+from mmspectral.checkpoints.load import LoadReport, fit_to_model, load_backbone
+from mmspectral.checkpoints.names import FAMILIES
+from mmspectral.checkpoints.reconcile import folded_state_dict, reconcile
+
+__all__ = [
+    "FAMILIES",
+    "TARGETS",
+    "LoadReport",
+    "Weights",
+    "convert",
+    "find_weights",
+    "fit_to_model",
+    "fold_file",
+    "folded_state_dict",
+    "load_backbone",
+    "publish",
+    "read_checkpoint",
+    "reconcile",
+    "unfold_file",
+    "write_checkpoint",
+]

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.registry import MODELS, DefaultScope
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, Family, Naming, detect, from_mmpretrain, naming_of, to_mmpretrain
+from mmspectral.checkpoints.reconcile import fold_weights, model_sites, noted_sites, unfold_weights
 from mmspectral.compat.checkpoints import refusal_reason, use_safe_loading
 from mmspectral.errors import UnsafeCheckpointError, UsageError
-from mmspectral.layers import METADATA_KEY, ConditionedLinear, conditioned_projections, folded_state_dict
+from mmspectral.layers import METADATA_KEY, Correction
 
 TARGETS = ("mmpretrain", "mmdet", "timm", "official", "mmseg")
 KEPT = ("meta",)  # beside the weights
@@ -67,6 +67,8 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
             naming, or other code would drop a correction or DARK attention;
             ``target`` is there and ``force`` is False.
     """
+    if to not in TARGETS or family not in (None, *FAMILIES):
+        raise UsageError(f"--to is one of {', '.join(TARGETS)}, --family one of {', '.join(FAMILIES)}.")
     loaded = read_checkpoint(source)
     weights = find_weights(loaded, source)
     found, naming, backbone, outside = _split(weights, source, family)
@@ -121,11 +123,11 @@ def fold_file(source: str, target: Path, force: bool = False) -> str:
     """
     loaded = read_checkpoint(source)
     weights = find_weights(loaded, source)
-    corrected = sum(METADATA_KEY in entry for entry in weights.metadata.values())
-    if not corrected:
+    folded = fold_weights(weights, source)
+    if not folded:
         raise UsageError(f"{source}: no weight is noted to have a correction; the file is folded, or lost the note.")
-    write_checkpoint(_with_rest(loaded, folded_state_dict(weights.state_dict())), target, force)
-    return f"{target}: {corrected} corrections folded into their weights."
+    write_checkpoint(_with_rest(loaded, weights.state_dict()), target, force)
+    return f"{target}: {folded} corrections folded into their weights."
 
 
 @_explained
@@ -147,24 +149,15 @@ def unfold_file(cfg: Config, source: str, target: Path, force: bool = False) -> 
             ``force`` is False.
     """
     with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
-        projections = conditioned_projections(MODELS.build(copy.deepcopy(cfg.model)))
-    if not projections:
-        raise UsageError("the config's model has no corrections that could be taken off.")
+        model = MODELS.build(copy.deepcopy(cfg.model))
+    sites = {name: site for name, site in model_sites(model).items() if isinstance(site[0], Correction)}
+    if not sites:
+        raise UsageError("the config's model has no corrections that could be subtracted.")
     loaded = read_checkpoint(source)
     weights = find_weights(loaded, source)
-    for name, module in projections.items():
-        key = f"{name}.weight"
-        if key not in weights.tensors or METADATA_KEY in weights.metadata.get(name, {}):
-            there = "has a correction already" if key in weights.tensors else "is not in the file"
-            raise UsageError(
-                f"{source}: {key} {there}; its names begin like {', '.join(list(weights.tensors)[:3])}. "
-                "Names of another code base: tools/model_converters/convert.py."
-            )
-        weights.tensors[key] = _unfolded(key, weights.tensors[key], module, source)
-        note = dict(module.conditioning.settings(), layout=module.layout.as_dict())
-        weights.metadata[name] = {**weights.metadata.get(name, {}), METADATA_KEY: note}
+    unfold_weights(weights, sites, source)
     write_checkpoint(_with_rest(loaded, weights.state_dict()), target, force)
-    return f"{target}: corrections taken off {len(projections)} weights."
+    return f"{target}: corrections subtracted from {len(sites)} weights."
 
 
 @_explained
@@ -188,15 +181,16 @@ def publish(source: str, target: Path, fold: bool = False, force: bool = False) 
             file is there and ``force`` is False.
     """
     loaded = read_checkpoint(source)
-    state = find_weights(loaded, source).state_dict()
-    notes = {n: e[METADATA_KEY] for n, e in state._metadata.items() if METADATA_KEY in e}
-    stored = [name for name in notes if (f"{name}." if name else "") + "correction" in state]
+    weights = find_weights(loaded, source)
+    notes = noted_sites(weights, source)
+    stored = [name for name in notes if (f"{name}." if name else "") + "correction" in weights.tensors]
     if fold or stored:
         if len(stored) < len(notes) and not fold:
             raise UsageError(
                 f"{source}: only {len(stored)} of {len(notes)} corrections are stored; pass --fold for all."
             )
-        state = folded_state_dict(state)
+        fold_weights(weights, source)
+    state = weights.state_dict()
     low = sorted({str(t.dtype) for t in state.values() if t.is_floating_point() and t.dtype.itemsize < 4})
     if low:
         print_log(
@@ -234,14 +228,6 @@ def _split(
         f"{source}: the names, such as {', '.join(list(weights.tensors)[:3])}, are of no code base known for "
         f"{family or ', '.join(FAMILIES)}."
     )
-
-
-def _unfolded(key: str, folded: Tensor, module: ConditionedLinear, source: str) -> Tensor:
-    W = module.conditioning.uncorrected(folded, module.layout)
-    tolerance = 1e3 * torch.finfo(folded.dtype).eps * folded.abs().max()
-    if (module.conditioning.corrected(W, module.layout) - folded).abs().max() > tolerance:
-        raise UsageError(f"{source}: no W was found whose W + C is {key}, with {module.conditioning}.")
-    return W
 
 
 def _with_rest(loaded: object, state: OrderedDict[str, Tensor], entry: str = "state_dict") -> dict:

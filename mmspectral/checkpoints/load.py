@@ -1,4 +1,4 @@
-"""The one loader: what of a file matches a model, under whichever names and correction it was trained."""
+"""Load a checkpoint into a backbone or a whole model: read, rename, reconcile, load, and report what matched."""
 
 import logging
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, without_wrappers
 from mmspectral.checkpoints.names import FAMILIES, detect, to_mmpretrain
-from mmspectral.checkpoints.reconcile import keep_function
+from mmspectral.checkpoints.reconcile import model_sites, reconcile, unknown_message
 
 PREFIXES = ("", "backbone.")
 # The backbones fit these to their own grid or window as they load them.
@@ -94,7 +94,7 @@ def load_backbone(
     A file tells by its metadata under which correction each projection was
     trained. Where that differs from the correction of ``backbone``, the function
     would change; with ``preserve_function`` set in the ``conditioning`` dict the
-    difference of the two is taken off the weights, otherwise this raises.
+    difference of the two is subtracted from the weights, otherwise this raises.
 
     Args:
         backbone: Module to fill, in place.
@@ -115,8 +115,9 @@ def load_backbone(
     weights = find_weights(read_checkpoint(checkpoint), checkpoint, entry)
     fitted = _fit(backbone, weights, checkpoint, prefix, min_matched)
     weights = fitted.backbone
-    keep_function(backbone, weights, checkpoint, trained_with_conditioning)
     own = backbone.state_dict()
+    dtypes = {name: tensor.dtype for name, tensor in own.items()}
+    reconcile(weights, model_sites(backbone), dtypes, checkpoint, trained_with_conditioning)
     weights.tensors = {name: weights.tensors[name] for name in own if name in weights.tensors}
     backbone.load_state_dict(weights.state_dict(), strict=False)
     print_log(f"{checkpoint}: {fitted.report}.", "current", logging.INFO)
@@ -155,7 +156,11 @@ def fit_to_model(
     tensors = {f"{place}{name}": tensor for name, tensor in fitted.backbone.tensors.items()}
     metadata = {f"{place}{name}".removesuffix("."): entry for name, entry in fitted.backbone.metadata.items()}
     weights = Weights(tensors | outside, metadata, fitted.report.entry)
-    keep_function(model, weights, source, accept_unknown=True)
+    dtypes = {name: tensor.dtype for name, tensor in own.items()}
+    sites = model_sites(model)
+    if unknown := reconcile(weights, sites, dtypes, source, accept_unknown=True):
+        message = unknown_message(source, sites[unknown[0]][0], unknown[0], len(unknown) - 1)
+        print_log(message, "current", logging.WARNING)
     report = replace(fitted.report, skipped=skipped)
     print_log(f"{source}: backbone {report}.", "current", logging.INFO)
     return weights, report

@@ -1,69 +1,108 @@
-"""Compare the corrections that weights were trained under with those of the model that loads them."""
+"""Decide what weights become that were trained under another correction than that of the model that loads them.
 
-import logging
+A *site* is a projection or an ``nn.MultiheadAttention`` by its name, with its
+conditioning and row layout. Those of a file are in the metadata of its state
+dict, those of a model in its modules. Every change of a weight from one to the
+other is made here: loading, folding, unfolding, publishing.
+"""
+
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmspectral.checkpoints.files import Weights
-from mmspectral.layers import METADATA_KEY, Conditioning, Correction, build_conditioning
+from mmspectral.layers import (
+    METADATA_KEY,
+    Conditioning,
+    Correction,
+    build_conditioning,
+    unfolded_weight,
+    warn_of_low_precision,
+)
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.precision import at_least_float32
 
 Site = tuple[Conditioning, ProjectionLayout]
 
 
-def keep_function(
-    model: nn.Module,
-    weights: Weights,
-    source: str,
-    trained_with_conditioning: bool | None = None,
-    accept_unknown: bool = False,
-) -> int:
-    """Replace W by W + C_file - C_model where the two corrections differ and the model's settings allow it.
-
-    Changes the tensors in ``weights`` and brings its metadata in line.
-
-    Args:
-        model: What is going to load them, with the same names.
-        weights: From :func:`mmspectral.checkpoints.files.find_weights`.
-        source: Name of the file, for messages.
-        trained_with_conditioning: Overrides the metadata; see
-            :func:`mmspectral.checkpoints.load.load_backbone`.
-        accept_unknown: Whether weights without a note of a correction are taken
-            as they are, with a warning: they may be stock weights or may have
-            lost the note.
-
-    Returns:
-        Number of weights changed.
-
-    Raises:
-        ValueError: The model would compute something else than it was trained for.
-    """
-    own = {
+def model_sites(model: nn.Module) -> dict[str, Site]:
+    """Return the conditioned sites of a model."""
+    return {
         name: (module.conditioning, module.layout)
         for name, module in model.named_modules()
         if isinstance(getattr(module, "conditioning", None), Conditioning)
     }
-    wanted = set(model.state_dict())
+
+
+def noted_sites(weights: Weights, source: str) -> dict[str, Site]:
+    """Return the sites that the metadata of a file tells of.
+
+    Raises:
+        ValueError: Of a conditioning that cannot be built here.
+    """
+    sites = {}
+    for name, entry in weights.metadata.items():
+        if METADATA_KEY not in entry:
+            continue
+        settings = dict(entry[METADATA_KEY])
+        try:
+            layout = ProjectionLayout(**settings.pop("layout"))
+            sites[name] = build_conditioning(settings), layout
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{source} was trained with a correction that cannot be built here: {error}") from error
+    return sites
+
+
+def reconcile(
+    weights: Weights,
+    own: Mapping[str, Site],
+    dtypes: Mapping[str, torch.dtype],
+    source: str,
+    trained_with_conditioning: bool | None = None,
+    accept_unknown: bool = False,
+) -> list[str]:
+    """Replace W by W + C_file - C_model where the two differ and the model's settings allow it (``preserve_function``).
+
+    Changes the tensors in ``weights`` and brings its metadata in line.
+
+    Args:
+        weights: From :func:`mmspectral.checkpoints.find_weights`, under the names of the model.
+        own: Sites of the model.
+        dtypes: Of the model's tensors, by name; others are left alone.
+        source: Name of the file, for messages.
+        trained_with_conditioning: Overrides the metadata: True means "under the
+            model's own", False "under none".
+        accept_unknown: Whether weights without a note of a correction are taken
+            as they are: they may be stock weights or may have lost the note.
+
+    Returns:
+        Sites whose weights were accepted so; :func:`unknown_message` says what that means.
+
+    Raises:
+        ValueError: The model would compute something else than it was trained for.
+    """
     if trained_with_conditioning is None:
-        trained = {name: _from_metadata(entry, source) for name, entry in weights.metadata.items()}
+        trained = noted_sites(weights, source)
     else:
         trained = own if trained_with_conditioning else {}
     changed, unknown = 0, []
-    for name in sorted(set(own) | {name for name, found in trained.items() if found}):
-        key = f"{name}.weight"
-        if key not in weights.tensors or key not in wanted:
-            continue
+    for name in sorted({*own, *trained}):
         ours, theirs = own.get(name), trained.get(name)
+        parameters = [key for key in _parameters(name, (ours or theirs)[1], weights) if key in dtypes]
+        if not parameters:
+            continue
         if ours != theirs:
-            if _can_convert(theirs, ours):
-                C = weights.tensors.pop(f"{name}.correction", None)
-                dtype = model.get_submodule(name).weight.dtype
-                weights.tensors[key] = _converted(weights.tensors[key], C, theirs, ours).to(dtype)
+            if _may_convert(theirs, ours):
+                _shift(name, weights, theirs, ours)
+                weights.tensors |= {key: weights.tensors[key].to(dtypes[key]) for key in parameters}
                 changed += 1
             elif theirs is None and not isinstance(ours[0], Correction):
-                continue  # no C to take off: these alternatives start from stock weights as they are
+                continue  # no C to subtract: these alternatives start from stock weights as they are
             elif theirs is None and accept_unknown:
                 unknown.append(name)
                 continue
@@ -72,46 +111,115 @@ def keep_function(
         weights.metadata[name] = {**weights.metadata.get(name, {}), **_note(ours)}
     if changed:
         print_log(f"{source}: {changed} weights shifted by their correction to keep the function.", "current")
-    if unknown:
-        print_log(
-            f"{source} does not say under which correction {unknown[0]} and {len(unknown) - 1} more weights were "
-            f"trained. They are taken to be W of W + C with {own[unknown[0]][0]}. If they are stock weights the model "
-            "now computes something else: load them through init_cfg, or set preserve_function=True.",
-            "current",
-            logging.WARNING,
-        )
-    return changed
+    return unknown
 
 
-def _can_convert(theirs: Site | None, ours: Site | None) -> bool:
+def unknown_message(source: str, conditioning: Conditioning, example: str, others: int | str) -> str:
+    """Say that weights without a note were taken as they are."""
+    return (
+        f"{source} does not say under which correction {example} and {others} more weights were trained. They are "
+        f"taken to be W of W + C with {conditioning}. If they are stock weights the model now computes something "
+        "else: load them through init_cfg, or set preserve_function=True."
+    )
+
+
+def reconcile_while_loading(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_: Any) -> None:
+    """Reconcile one site in the middle of ``load_state_dict``, whoever calls it; a pre-hook with the module."""
+    name, dtypes = prefix.removesuffix("."), {key: t.dtype for key, t in module.state_dict(prefix=prefix).items()}
+    weights = Weights({key: state_dict[key] for key in dtypes if key in state_dict}, {name: dict(local_metadata)})
+    site = (module.conditioning, module.layout)
+    if reconcile(weights, {name: site}, dtypes, "the state dict", accept_unknown=True):
+        # The same words for every site, so that Python says them once.
+        warnings.warn(unknown_message("a state dict", site[0], "a projection", "possibly"), stacklevel=2)
+    state_dict.update(weights.tensors)
+    local_metadata.update(weights.metadata[name])
+
+
+def fold_weights(weights: Weights, source: str) -> int:
+    """Write W + C under the names of W, in place, with no stored ``correction`` and no note left.
+
+    Returns:
+        Number of sites folded.
+
+    Raises:
+        ValueError: A weight was trained with something that is no correction,
+            or its stored C is missing.
+    """
+    sites = noted_sites(weights, source)
+    for name, site in sites.items():
+        conditioning = site[0]
+        if not isinstance(conditioning, Correction) or (
+            conditioning.stored and f"{name}.correction".removeprefix(".") not in weights.tensors
+        ):
+            raise ValueError(
+                f"{source}: cannot fold {name!r}, trained with {conditioning}: it is no correction, or its tensor "
+                f"'{name}.correction' is missing. Load it into the model and use mmspectral.fold(model)."
+            )
+        warn_of_low_precision(weights.tensors[key] for key in _parameters(name, site[1], weights))
+        _shift(name, weights, site, None)
+        weights.metadata[name] = {k: v for k, v in weights.metadata[name].items() if k != METADATA_KEY}
+    return len(sites)
+
+
+def unfold_weights(weights: Weights, sites: Mapping[str, Site], source: str) -> None:
+    """Write W = W' - C in the place of W', in place, and note the correction.
+
+    Raises:
+        ValueError: A weight is missing, has a correction already, or is the W + C of no W.
+    """
+    for name, site in sites.items():
+        parameters = _parameters(name, site[1], weights)
+        if not parameters or METADATA_KEY in weights.metadata.get(name, {}):
+            there = "has a correction already" if parameters else "is not in the file"
+            raise ValueError(
+                f"{source}: {name} {there}; its names begin like {', '.join(list(weights.tensors)[:3])}. "
+                "Names of another code base: tools/model_converters/convert.py."
+            )
+        for key, layout in parameters.items():
+            weights.tensors[key] = unfolded_weight(key, weights.tensors[key], site[0], layout)
+        weights.metadata[name] = {**weights.metadata.get(name, {}), **_note(site)}
+
+
+def folded_state_dict(state_dict: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
+    """Return a copy of a saved state dict, with its metadata, as :func:`fold_weights` leaves it; tensors are shared."""
+    metadata = {name: dict(entry) for name, entry in getattr(state_dict, "_metadata", {}).items()}
+    weights = Weights(dict(state_dict), metadata)
+    fold_weights(weights, "the state dict")
+    return weights.state_dict()
+
+
+def _parameters(name: str, layout: ProjectionLayout, weights: Weights) -> dict[str, ProjectionLayout]:
+    """Return the weights of a site that a file has, by full name, with their rows."""
+    prefix = f"{name}." if name else ""
+    rows = {
+        f"{prefix}weight": layout,
+        f"{prefix}in_proj_weight": layout,  # of an nn.MultiheadAttention
+        **{f"{prefix}{role}_proj_weight": ProjectionLayout((role,), layout.num_heads) for role in layout.roles},
+    }
+    return {key: layout for key, layout in rows.items() if key in weights.tensors}
+
+
+def _may_convert(theirs: Site | None, ours: Site | None) -> bool:
     preserves = ours is not None and getattr(ours[0], "preserve_function", False)
     return preserves and (theirs is None or isinstance(theirs[0], Correction))
 
 
-def _converted(weight: Tensor, C: Tensor | None, theirs: Site | None, ours: Site) -> Tensor:
-    """Return W of the model from W of the file; ``C`` is the file's where it is stored."""
-    weight = weight.double() if weight.dtype.itemsize >= 4 else weight.float()
-    if C is not None:
-        weight = weight + C
-    elif theirs is not None:
-        weight = theirs[0].corrected(weight, theirs[1])
-    return ours[0].uncorrected(weight, ours[1])
+def _shift(name: str, weights: Weights, theirs: Site | None, ours: Site | None) -> None:
+    """Bring the weights of a site from W of one correction to W of another; None is none."""
+    C = weights.tensors.pop(f"{name}.correction".removeprefix("."), None)  # where it is stored, in the file
+    for key, layout in _parameters(name, (theirs or ours)[1], weights).items():
+        weight = weights.tensors[key]
+        exact = weight.double() if ours and weight.dtype.itemsize >= 4 else at_least_float32(weight)
+        if C is not None:
+            exact = exact + C
+        elif theirs is not None:
+            exact = theirs[0].corrected(exact, layout)
+        weights.tensors[key] = exact.to(weight.dtype) if ours is None else ours[0].uncorrected(exact, layout)
 
 
 def _note(site: Site) -> dict:
     conditioning, layout = site
     return {METADATA_KEY: dict(conditioning.settings(), layout=layout.as_dict())}
-
-
-def _from_metadata(entry: Mapping, source: str) -> Site | None:
-    if METADATA_KEY not in entry:
-        return None
-    settings = dict(entry[METADATA_KEY])
-    try:
-        layout = ProjectionLayout(**settings.pop("layout"))
-        return build_conditioning(settings), layout
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source} was trained with a correction that cannot be built here: {error}") from error
 
 
 def _mismatch_message(source: str, name: str, theirs: Site | None, ours: Site | None) -> str:

@@ -10,7 +10,7 @@ from mmspectral.layers.corrections import (
     SVDCorrection,
 )
 from mmspectral.layers.dark import DarkAttention
-from mmspectral.layers.kernels import build_kernel
+from mmspectral.layers.kernels import RandomFeatureKernel, build_kernel, feature_kernels, share_geometry
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
 from mmspectral.layers.projection import (
     METADATA_KEY,
@@ -20,7 +20,6 @@ from mmspectral.layers.projection import (
     changed_function,
     register_conditioning,
 )
-from mmspectral.layers.random_feature_kernel import RandomFeatureKernel, share_geometry
 from mmspectral.layers.saturation import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.layers.sites import Site, find_sites
 from mmspectral.layers.surgery import (
@@ -29,13 +28,13 @@ from mmspectral.layers.surgery import (
     conditioned_projections,
     corrected_parameters,
     fold,
-    folded_state_dict,
     refresh_corrections,
     replaced_projections,
     sites,
     stored_corrections,
     unfold,
     unfolded_weight,
+    warn_of_low_precision,
 )
 
 __all__ = [
@@ -65,9 +64,9 @@ __all__ = [
     "condition_linear",
     "conditioned_projections",
     "corrected_parameters",
+    "feature_kernels",
     "find_sites",
     "fold",
-    "folded_state_dict",
     "probe_tokens",
     "refresh_corrections",
     "register_conditioning",
@@ -78,4 +77,5 @@ __all__ = [
     "stored_corrections",
     "unfold",
     "unfolded_weight",
+    "warn_of_low_precision",
 ]

@@ -5,9 +5,8 @@ Shape legend: B batch, h heads, H key heads, N tokens, L tokens of the context, 
 
 from torch import Tensor, nn
 
-from mmspectral.layers.kernels import ConstantKernel, build_kernel
-from mmspectral.layers.random_feature_kernel import RandomFeatureKernel
-from mmspectral.ops.random_features.attention import FeatureState, attend, summarise_keys
+from mmspectral.layers.kernels import ConstantKernel, RandomFeatureKernel, build_kernel
+from mmspectral.ops.random_features import FeatureState, attend, summarise_keys
 
 
 class DarkAttention(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -13,7 +12,6 @@ from mmspectral import ops
 from mmspectral.layers.corrections import ConditionedLinear, Correction
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention, weight_layouts
 from mmspectral.layers.projection import (
-    METADATA_KEY,
     Conditioning,
     Projection,
     build_conditioning,
@@ -168,7 +166,7 @@ def fold(model: nn.Module, keep: bool = True) -> nn.Module:
         raise ValueError("fold works on a model that contains conditioned projections; call .folded() on a single one.")
     for parameter in (p for module in replaced.values() for p in module.parameters() if p.dim() == 2):
         ops.require_whole(parameter)
-    _warn_of_low_precision(p for module in replaced.values() for p in module.parameters())
+    warn_of_low_precision(p for module in replaced.values() for p in module.parameters())
     folded: dict[str, nn.Module] = {}
     tied: dict[tuple, nn.Parameter] = {}
     for name, module in replaced.items():
@@ -296,43 +294,6 @@ def refresh_corrections(model: nn.Module, updates: int | None = None) -> int:
             module.refresh()
             refreshed += 1
     return refreshed
-
-
-def folded_state_dict(state_dict: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
-    """Fold a saved state dict, without a model: W + C under the name of W, and no stored ``correction``.
-
-    Args:
-        state_dict: With the metadata that ``state_dict()`` and ``torch.save``
-            keep; it says which weights have a correction.
-
-    Returns:
-        A new dict, for stock code or to publish; other tensors are shared.
-
-    Raises:
-        ValueError: A weight was trained with something that is no correction,
-            or its stored C is missing.
-    """
-    folded, metadata = OrderedDict(state_dict), OrderedDict(getattr(state_dict, "_metadata", {}))
-    changed = []
-    for name, entry in metadata.items():
-        if METADATA_KEY not in entry:
-            continue
-        metadata[name] = {key: value for key, value in entry.items() if key != METADATA_KEY}
-        settings = dict(entry[METADATA_KEY])
-        layout = ProjectionLayout(**settings.pop("layout"))
-        conditioning = build_conditioning(settings)
-        prefix = f"{name}." if name else ""
-        W, C = folded[f"{prefix}weight"], folded.pop(f"{prefix}correction", None)
-        if not isinstance(conditioning, Correction) or (conditioning.stored and C is None):
-            raise ValueError(
-                f"cannot fold {name!r}, trained with {conditioning}: it is no correction, or its tensor "
-                f"'{prefix}correction' is missing. Load it into the model and use fold(model)."
-            )
-        folded[f"{prefix}weight"] = W + C.to(W.dtype) if conditioning.stored else conditioning.corrected(W, layout)
-        changed.append(W)
-    _warn_of_low_precision(changed)
-    folded._metadata = metadata
-    return folded
 
 
 def _replaced(model: nn.Module) -> dict[str, Replaced]:
@@ -465,7 +426,8 @@ def unfolded_weight(
     return W
 
 
-def _warn_of_low_precision(weights: Iterable[Tensor]) -> None:
+def warn_of_low_precision(weights: Iterable[Tensor]) -> None:
+    """Warn that folding into float16 or bfloat16 weights cannot be undone."""
     low = sorted({str(weight.dtype) for weight in weights if weight.dtype.itemsize < 4})
     if low:
         warnings.warn(

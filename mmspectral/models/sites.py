@@ -1,16 +1,21 @@
-"""What every backbone of ours has in common: attention sites, loud loading, its outputs described."""
+"""Common parts of the backbones: loading, recomputed blocks, the warning of saturated attention."""
 
+from __future__ import annotations
+
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 from mmcv.cnn.bricks import DropPath
+from mmengine.logging import print_log
 from mmengine.model.weight_init import PretrainedInit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmspectral.checkpoints.load import load_backbone
-from mmspectral.layers import attention_layers, build_conditioning, probe_tokens, replaced_projections, saturation
+from mmspectral.layers import attention_layers, probe_tokens, replaced_projections, saturation
+from mmspectral.models.attention.adopt import adopt
 
 SATURATED = 0.05  # of maximal entropy
 
@@ -19,9 +24,9 @@ class ConditionedBackbone:
     """Mix-in of the conditioned backbones; put it before mmpretrain's class.
 
     The class supplies ``scratch_init_cfg``, its initialisation from scratch, and
-    ``with_cp``, whether :meth:`run_block` recomputes blocks in the backward pass.
-    Under ``init_cfg=dict(type='Pretrained', checkpoint=..., prefix=...)`` weights
-    are first drawn from it, then loaded by
+    ``with_cp``, whether blocks are recomputed in the backward pass; its
+    constructor ends with :meth:`finish`. Under ``init_cfg=dict(type='Pretrained', checkpoint=..., prefix=...)`` weights
+    are first initialised by it, then loaded by
     :func:`mmspectral.checkpoints.load.load_backbone`, whose other arguments
     (``trained_with_conditioning``, ``min_matched``) the dict may also hold.
     """
@@ -31,19 +36,20 @@ class ConditionedBackbone:
     probe_length = 196  # tokens that one attention sees: 224-pixel images in patches of 16
 
     def init_weights(self) -> None:
-        """Initialise from scratch, then load the checkpoint that ``init_cfg`` names, if any."""
+        """Initialise from scratch, then load the checkpoint that ``init_cfg`` names, if any; only the first time.
+
+        At a second call mmpretrain's would re-initialise class token and position embedding.
+        """
+        if self.is_init:
+            return
         init_cfg = self.init_cfg
         if not (isinstance(init_cfg, dict) and init_cfg.get("type") in ("Pretrained", PretrainedInit)):
             super().init_weights()
             return
-        first = not self.is_init
         self.init_cfg = self.scratch_init_cfg
         super().init_weights()
         self.init_cfg = init_cfg
-        if first:
-            load_backbone(
-                self, **{key: value for key, value in init_cfg.items() if key not in ("type", "map_location")}
-            )
+        load_backbone(self, **{key: value for key, value in init_cfg.items() if key not in ("type", "map_location")})
 
     @property
     def conditioning(self) -> dict | None:
@@ -52,18 +58,32 @@ class ConditionedBackbone:
             return projection.conditioning.settings()
         return None
 
-    def run_block(self, block: nn.Module, *inputs: Tensor | int | tuple[int, int]) -> Tensor:
-        """Call a block, under ``with_cp`` with activation checkpointing (non-reentrant; mmpretrain's is reentrant)."""
-        if self.with_cp and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
-        return block(*inputs)
+    def finish(self, blocks: Iterable[nn.ModuleList], recomputed: type[nn.Module] | None = None) -> None:
+        """Do what every constructor ends with.
+
+        Args:
+            blocks: Lists of the blocks.
+            recomputed: Class that ``with_cp`` puts in the place of a block's, see :class:`Recomputed`.
+        """
+        for container in blocks if self.with_cp else ():
+            for i, block in enumerate(container):
+                container[i] = adopt(recomputed, block)
+        rates_to_float(self)
+        # A hook, so that it runs behind mmpretrain's, which look at the whole file.
+        self._register_load_state_dict_pre_hook(_drop_cut, with_module=True)
+        self._freeze_stages()
+        self.warn_if_saturated()
+
+    def is_cut(self, name: str) -> bool:
+        """Return whether a parameter of the whole model belongs to a part that this one does not build."""
+        return False
 
     def warn_if_saturated(self) -> None:
         """Warn when attention starts one-hot; call it at the end of ``__init__``.
 
         Measures the first conditioned layer of each attention class on probe
         tokens of correlation .5, at the weights it has then (torch's default
-        draw); the correction decides.
+        initialisation); the correction decides.
         """
         conditioned = {name: layer for name, layer in attention_layers(self).items() if replaced_projections(layer)}
         first_of_class = {type(layer): (name, layer) for name, layer in reversed(conditioned.items())}
@@ -85,10 +105,38 @@ class ConditionedBackbone:
                 )
 
 
-def validate_conditioning(*settings: dict | None) -> None:
-    """Raise for a wrong ``conditioning`` dict before anything is built."""
-    for cfg in settings:
-        build_conditioning(cfg)
+class Recomputed:
+    """Mix-in of blocks that are recomputed in the backward pass; put it before the block's class.
+
+    Non-reentrant, where mmpretrain's ``with_cp`` is reentrant and does not go with DistributedDataParallel.
+    """
+
+    def forward(self, *inputs: Tensor | int | tuple[int, int]) -> Tensor:
+        """Call the block's forward, keeping only its inputs where gradients are wanted."""
+        if torch.is_grad_enabled():
+            return checkpoint(super().forward, *inputs, use_reentrant=False)
+        return super().forward(*inputs)
+
+
+def _drop_cut(module: ConditionedBackbone, state_dict: dict, prefix: str, *_: object) -> None:
+    """Leave out of a checkpoint of the whole model what ``module`` does not build."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        if module.is_cut(name.removeprefix(prefix)):
+            del state_dict[name]
+
+
+def usable_norm_cfg(norm_cfg: dict | None) -> dict | None:
+    """Return ``norm_cfg`` with SyncBN replaced by BN where there is no CUDA.
+
+    ``torch.nn.SyncBatchNorm`` refuses CPU tensors as soon as a process group
+    exists. Names and shapes of parameters are the same for both.
+    """
+    if norm_cfg is None or norm_cfg.get("type") not in ("SyncBN", "MMSyncBN") or torch.cuda.is_available():
+        return norm_cfg
+    print_log(
+        f"{norm_cfg['type']} needs CUDA: using BN, with statistics of each process alone.", "current", logging.INFO
+    )
+    return dict(norm_cfg, type="BN")
 
 
 def freeze(modules: Iterable[nn.Module]) -> None:

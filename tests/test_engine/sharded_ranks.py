@@ -15,9 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmspectral import condition
-from mmspectral.layers import fold, refresh_corrections
+from mmspectral.layers import feature_kernels, fold, refresh_corrections
 from mmspectral.models import backbones
-from mmspectral.models.dark_sites import feature_kernels
 
 CONDITIONINGS = {
     "identity": dict(type="IdentityCorrection", scale=0.5),

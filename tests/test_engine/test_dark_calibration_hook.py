@@ -15,7 +15,7 @@ from mmspectral.engine.hooks import DarkCalibrationHook
 from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
 from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import launch_run, set_resume
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import feature_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"

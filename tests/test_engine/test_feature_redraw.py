@@ -21,8 +21,8 @@ from torch import nn
 from mmspectral.engine.hooks.feature_redraw_hook import FeatureRedrawHook
 from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import launch_run, set_resume
+from mmspectral.layers import feature_kernels
 from mmspectral.models import DarkViT
-from mmspectral.models.dark_sites import feature_kernels
 from mmspectral.ops.random_features.features import draw_projection
 
 TOY = Path(__file__).resolve().parents[1] / "data" / "toy_classification" / "config.py"

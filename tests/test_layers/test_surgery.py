@@ -1,7 +1,6 @@
 """Conditioning, folding, unfolding any model: the function is that of W + C however attention reaches its weights."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -17,16 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import mmspectral
 from mmspectral import ops
 from mmspectral.layers import (
-    METADATA_KEY,
     ConditionedLinear,
     IdentityCorrection,
     QKNorm,
     SpectralNorm,
     SVDCorrection,
-    build_conditioning,
     condition_linear,
     conditioned_projections,
-    folded_state_dict,
     refresh_corrections,
 )
 from mmspectral.layers.surgery import FOLDED
@@ -332,8 +328,6 @@ def test_low_precision_folds_with_a_warning():
     x = torch.randn(2, 5, 12).bfloat16()
     before = model(x)
     with pytest.warns(UserWarning, match="bfloat16"):
-        folded_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="bfloat16"):
         mmspectral.fold(model)
     assert torch.equal(model(x), before)
 
@@ -455,29 +449,6 @@ def test_a_correction_is_not_state(row_order):
         ConditionedLinear(nn.Linear(8, 20), IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
     frozen = ConditionedLinear(stock.requires_grad_(False).eval(), IdentityCorrection(), parent["qkv"].layout)
     assert not frozen.training and not frozen.folded().weight.requires_grad
-
-
-@pytest.mark.parametrize("settings", CONDITIONINGS, ids=repr)
-def test_a_saved_state_dict_folds_without_a_model(settings):
-    stock, _, x = pair(Caller)
-    model = mmspectral.condition(copy.deepcopy(stock), settings).eval()
-    expected, buffer = model(x), io.BytesIO()
-    torch.save(copy.deepcopy(model).state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    note = dict(state._metadata["0.qkv"][METADATA_KEY])
-    assert note.pop("layout") == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
-    assert build_conditioning(note) == build_conditioning(settings)
-    folded = folded_state_dict(state)
-    assert list(folded) == list(stock.state_dict())
-    assert not any(METADATA_KEY in entry for entry in folded._metadata.values())
-    stock.load_state_dict(folded, strict=True)
-    torch.testing.assert_close(stock(x), expected, rtol=1e-11, atol=1e-11)
-    assert torch.equal(model(x), expected), "the original is left as it was"
-    if "0.qkv.correction" in state:
-        del state["0.qkv.correction"]
-        with pytest.raises(ValueError, match=r"'0.qkv.correction' is missing"):
-            folded_state_dict(state)
 
 
 def test_interleaved_rows():

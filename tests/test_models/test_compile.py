@@ -8,7 +8,7 @@ from mmengine.registry import MODELS, DefaultScope
 from mmpretrain.structures import DataSample
 
 from mmspectral.arguments import read_config
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import feature_kernels
 
 VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)
 # Shipped configs, cut to a size that compiles in seconds: arch of the backbone and channels of the head.

@@ -155,14 +155,12 @@ def test_stock_weights_keep_their_function_where_asked(model, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
 
 
-def test_a_change_of_function_is_warned_about(model):
+def test_a_change_of_function_is_warned_about_or_refused(model):
     stock = build(conditioning=None)
-    with pytest.warns(
-        UserWarning, match="trained without a correction .* which changes what it computes.*preserve_function"
-    ):
+    with pytest.warns(UserWarning, match="does not say under which correction.*preserve_function"):
         model.load_state_dict(stock.state_dict())
     other = build(conditioning=dict(scale=2.0))
-    with pytest.warns(UserWarning, match="trained with .*'scale': 0.1.*IdentityCorrection"):
+    with pytest.raises(ValueError, match=r"trained with IdentityCorrection.*scale=0\.1.*would change"):
         other.load_state_dict(model.state_dict())
 
 

@@ -1,7 +1,6 @@
 """DarkSwin: Swin's names and weights, attention over whole maps, position by convolutions."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ from torch import nn
 
 from mmspectral.checkpoints.load import load_backbone
 from mmspectral.checkpoints.names import FAMILIES, detect, from_mmpretrain, naming_of
-from mmspectral.layers import fold
+from mmspectral.layers import feature_kernels
 from mmspectral.models import DarkSwin, SpectralSwin
-from mmspectral.models.dark_sites import feature_kernels
-from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[2, 1, 1], num_heads=[2, 4, 8])
 DARK = dict(type="dark", num_features=16)
@@ -119,7 +116,7 @@ def test_position_convolutions_start_as_nothing_and_tell_positions_apart():
 @pytest.mark.parametrize("trainable", ["all", "projections"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_trained_parameter_gets_a_gradient(name, trainable):
-    """users.md D4; for classification, and for detection with conditioning."""
+    """for classification, and for detection with conditioning."""
     for form in (dict(), dict(out_indices=(0, 1, 2), conditioning=CONDITIONING), dict(out_indices=(1,))):
         model = build(KERNELS[name], trainable=trainable, **form).train()
         everything = {n for n, _ in model.named_parameters()}
@@ -129,15 +126,6 @@ def test_every_trained_parameter_gets_a_gradient(name, trainable):
         loss_of(model, images()).backward()
         assert {n for n, p in model.named_parameters() if p.grad is not None} == trained
         assert all(p.grad.any() for n, p in model.named_parameters() if ".cpe.proj.weight" in n)
-
-
-@pytest.mark.parametrize("size", [(3, 5), (4, 4), (12, 100), (65, 90), (37, 41)])
-def test_any_size(size):
-    model = dense().eval()
-    outputs = model(images(*size))
-    expected = [(2, 16 * s // 4, -(-size[0] // s), -(-size[1] // s)) for s in (4, 8, 16)]
-    assert [tuple(out.shape) for out in outputs] == expected
-    assert (model.out_channels, model.out_strides) == ([16, 32, 64], [4, 8, 16])
 
 
 @pytest.mark.parametrize("naming", [None, "timm", "official"])
@@ -171,7 +159,7 @@ def test_tables_are_left_out_at_any_depth_of_the_model():
 
 
 def test_dark_checkpoints_load_completely_and_into_smaller_forms(tmp_path):
-    """users.md D6 among it: before any forward."""
+    """mong it: before any forward."""
     source = randomize(dense(KERNELS["reduced"]))
     for kernel in feature_kernels(source).values():
         kernel.redraw(3)
@@ -199,58 +187,10 @@ def test_every_layer_has_draws_of_its_own_and_one_geometry_if_asked():
         build(KERNELS["model"], arch=dict(TINY, num_heads=[2, 2, 2]))
 
 
-@pytest.mark.parametrize("name", ["dark", "learned"])
-def test_evaluation_is_deterministic_copies_are_independent(name):
-    """users.md D7."""
-    model, x = dense(KERNELS[name]).eval(), images()
-    first = model(x)
-    assert same(first, model(x)) and same(first, model.train().eval()(x))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same(twin(x), first)
-        for kernel in feature_kernels(twin).values():
-            kernel.redraw(1)
-        assert same(model(x), first) and same(twin(x), first) == (name == "learned")
-
-
-@pytest.mark.parametrize("name", ["dark", "model", "softmax"])
-def test_checkpointing_gives_the_same_gradients(name):
-    """users.md D5."""
-    models = [randomize(dense(KERNELS[name], drop_path_rate=0.3, with_cp=cp)).train() for cp in (False, True)]
-    models[1].load_state_dict(models[0].state_dict())
-    calls, grads, x = [], [], images()
-    models[1].stages[0].blocks[1].cpe.register_forward_hook(lambda *_: calls.append(0))
-    for model in models:
-        torch.manual_seed(1)
-        loss_of(model, x).backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert same(*grads) and len(calls) == 2
-
-
-@pytest.mark.parametrize("n", range(-1, 3))
-def test_frozen_stages(n):
-    model = dense(frozen_stages=n)
-    prefixes = tuple(f"{part}{i}." for part in ("stages.", "norm") for i in range(n + 1))
-    expected = {p for p, _ in model.named_parameters() if n >= 0 and p.startswith(("patch_embed.", *prefixes))}
-    for _ in range(2):
-        assert {p for p, parameter in model.named_parameters() if not parameter.requires_grad} == expected
-        model.train()
-
-
-def test_layer_decay_and_weight_decay_know_kernels_and_convolutions():
-    model = dense(KERNELS["reduced"], use_abs_pos_embed=True)
-    kernels = {n for n, _ in model.named_parameters() if ".kernel." in n}
-    assert model.no_weight_decay() == {"absolute_pos_embed", *kernels}
-    swin = SpectralSwin(TINY, out_indices=(0, 1, 2))
-    for name, _ in model.named_parameters():
-        if ".blocks." in name:
-            block = name[: name.index(".", len("stages.0.blocks."))]
-            assert model.get_layer_depth(name) == swin.get_layer_depth(f"{block}.norm1.weight"), name
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["dark", "reduced", "learned"])
 def test_half_precision(name, dtype):
-    """users.md C1, with q and k a thousand times larger as well."""
+    """with q and k a thousand times larger as well."""
     for size in (1.0, 1e3):
         model = dense(KERNELS[name]).eval()
         for block in (block for stage in model.stages for block in stage.blocks):
@@ -264,17 +204,8 @@ def test_half_precision(name, dtype):
             assert size > 1 or all((a - b).norm() < 0.03 * b.norm() for a, b in zip(low, expected, strict=True))
 
 
-def test_fold_keeps_the_function():
-    model, x = randomize(dense(conditioning=CONDITIONING)).double().eval(), images().double()
-    before = model(x)
-    fold(model)
-    for a, b in zip(before, model(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.slow
 def test_compiles_into_one_graph():
-    """users.md E15."""
     arch = dict(embed_dims=16, depths=[1, 1], num_heads=[2, 4])  # more takes minutes
     model = randomize(dense(arch=arch, out_indices=(0, 1), conditioning=CONDITIONING, drop_path_rate=0.3))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -290,17 +221,6 @@ def test_compiles_into_one_graph():
                 outputs.append(forward(x))
             for a, b in zip(*outputs, strict=True):
                 torch.testing.assert_close(a, b)
-
-
-def test_is_built_from_configs():
-    cfg = dict(type="mmspectral.DarkSwin", arch=TINY, kernel=dict(DARK, _scope_="mmspectral"))
-    assert isinstance(MODELS.build(cfg), DarkSwin)
-
-
-def test_saturated_attention_is_warned_of():
-    arch = dict(embed_dims=64, depths=[1], num_heads=[1])
-    with pytest.warns(UserWarning, match="DarkSwin with .*attention of stages.0.blocks.0.attn.w_msa starts"):
-        DarkSwin(arch, kernel=None, conditioning=dict(type="IdentityCorrection", scale=10.0), img_size=32)
 
 
 @pytest.mark.parametrize(

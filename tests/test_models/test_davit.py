@@ -1,20 +1,18 @@
 """SpectralDaViT against mmpretrain's DaViT, timm's, and what detection asks of a backbone."""
 
 import copy
-import re
 
-import numpy as np
 import pytest
 import torch
-from mmpretrain.models.backbones import DaViT
 from mmpretrain.models.backbones.davit import ChannelAttention, DaViTDownSample, DaViTWindowMSA
 from torch import nn
 
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
-from mmspectral.layers import attention_layers, conditioned_projections, fold, probe_tokens, saturation, unfold
+from mmspectral.layers import attention_layers, conditioned_projections, probe_tokens, saturation
 from mmspectral.models.attention.channel import SpectralChannelAttention
+from mmspectral.models.attention.window import SpectralDaViTWindowMSA
 from mmspectral.models.backbones import SpectralDaViT
-from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
+from mmspectral.models.backbones.davit import AnySizeDownSample
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=16, depths=[1, 1, 2, 1], num_heads=[1, 2, 4, 8])
@@ -52,33 +50,6 @@ def shake(model):
     return model
 
 
-@pytest.mark.parametrize("indices", [(3,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("size", [(32, 64), (64, 224), (96, 96)])
-def test_conditioning_off_is_bit_equal_to_stock(size, indices):
-    settings = dict(arch=TINY, out_indices=indices, drop_path_rate=0.5)
-    torch.manual_seed(0)
-    stock = DaViT(**settings, pad_small_map=True)
-    torch.manual_seed(0)
-    ours = build(**settings)
-    assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
-    shake(stock)
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    x = torch.randn(2, 3, *size)
-    for train in (False, True):
-        outputs = []
-        for model in (stock, ours):
-            model.train(train)  # returns None in mmpretrain
-            torch.manual_seed(1)
-            outputs.append(model(x))
-        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-    for outs in outputs:
-        sum(out.square().mean() for out in outs).backward()
-    expected = dict(stock.named_parameters())
-    assert without_gradient(ours) == []
-    assert [n for n, p in ours.named_parameters() if not torch.equal(p.grad, expected[n].grad)] == []
-
-
 def test_small_maps_are_refused_on_request_as_in_stock():
     with pytest.raises(AssertionError, match="smaller than the window"):
         dense(pad_small_map=False)(torch.randn(1, 3, 32, 32))
@@ -99,165 +70,12 @@ def test_conditioning_changes_the_function_and_nothing_else():
     assert list(conditioned_projections(SpectralDaViT(arch=TINY, channel_conditioning=CONDITIONING))) == channels
 
 
-def test_fold_and_unfold_keep_the_function():
-    ours = dense(CONDITIONING).double().eval()
-    x = torch.randn(1, 3, 40, 56, dtype=torch.float64)
-    before = ours(x)
-    sites = fold(ours)
-    stock = dense().double().eval()
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    unfold(ours, sites)
-    for a, b, c in zip(before, stock(x), ours(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(a, c, rtol=1e-10, atol=1e-10)
-
-
-@BOTH
-@pytest.mark.parametrize("size", SIZES)
-def test_any_size_and_every_parameter_gets_a_gradient(conditioning, size):
-    """users.md D4 and E1; maps of (4, 4) are a single position in every stage."""
-    for indices in ((0, 1, 2, 3), (1,)):
-        model = build(conditioning, out_indices=indices).train()
-        outputs = forward_backward(model, *size)
-        described = (model.out_channels, model.out_strides)
-        expected = [(2, c, *(-(-side // s) for side in size)) for c, s in zip(*described, strict=True)]
-        assert [tuple(out.shape) for out in outputs] == expected
-        assert without_gradient(model) == []
-    classifier = build(conditioning, **OFFICIAL).train()
-    (pooled,) = forward_backward(classifier, *size)
-    assert pooled.shape == (2, 128)
-    assert without_gradient(classifier) == []
-
-
 def test_outputs_are_described():
-    """users.md B6."""
     assert build(arch=dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2])).out_channels == [32]
     model = dense(out_indices=(2, 0))
     assert model.out_indices == (0, 2)
     assert (model.out_channels, model.out_strides) == ([16, 64], [4, 16])
     assert (build(out_indices=-2).out_channels, build(patch_size=2).out_strides) == ([64], [16])
-
-
-def test_a_classifiers_weights_load_into_every_form(tmp_path):
-    torch.manual_seed(0)
-    classifier = shake(build(out_indices=(3,))).eval()
-    saved = {f"backbone.{name}": tensor for name, tensor in classifier.state_dict().items()}
-    torch.save(dict(state_dict=saved), tmp_path / "classifier.pth")
-    model = build(
-        out_indices=(1, 2), init_cfg=dict(type="Pretrained", checkpoint=str(tmp_path / "classifier.pth"))
-    ).eval()
-    model.init_weights()
-    own = classifier.state_dict()
-    fresh = {name for name in model.state_dict() if name not in own}
-    assert fresh == {f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")}
-    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items() if name not in fresh)
-
-    everything = dense()
-    everything.load_state_dict(dict(dense().state_dict(), **own), strict=True)
-    for indices in ((3,), (1,), (0, 2)):
-        part = build(out_indices=indices)
-        part.load_state_dict(everything.state_dict(), strict=True)
-        nn.ModuleDict({"backbone": part}).load_state_dict(
-            {f"backbone.{name}": tensor for name, tensor in everything.state_dict().items()}, strict=True
-        )
-        x = torch.randn(1, 3, 32, 32)
-        outputs = everything.eval()(x)
-        assert all(torch.equal(a, outputs[i]) for a, i in zip(part.eval()(x), indices, strict=True))
-
-
-@pytest.mark.parametrize("n", range(-1, 5))
-def test_frozen_stages_freeze_the_stem_and_exactly_the_stages_up_to_n(n):
-    """users.md E3. The count is mmpretrain's, where 3 is the largest that runs."""
-    model = dense(frozen_stages=n)
-    before = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert model.train() is model
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert frozen == before  # an optimizer is built before the first train()
-    assert {".".join(name.split(".")[:2]) for name in frozen if name.startswith("stages")} == {
-        f"stages.{i}" for i in range(min(n + 1, 4))
-    }
-    assert {name for name, _ in model.named_parameters() if name.startswith(("patch_embed", "norm"))} & set(frozen) == {
-        name
-        for name, _ in model.named_parameters()
-        if (name.startswith("patch_embed") and n >= 0) or (name.startswith("norm") and int(name[4]) <= n)
-    }
-    assert [stage.training for stage in model.stages] == [i > n for i in range(4)]
-    if n < 3:
-        forward_backward(model, 32, 32)
-        assert without_gradient(model) == frozen
-    if n < 4:
-        stock = DaViT(arch=TINY, out_indices=(0, 1, 2, 3), frozen_stages=n)
-        stock.train()
-        assert frozen == [name for name, p in stock.named_parameters() if not p.requires_grad]
-
-
-@BOTH
-def test_checkpointing_gives_the_same_gradients(conditioning):
-    """users.md D5; on two ranks: tests/test_engine."""
-    torch.manual_seed(0)
-    plain = dense(conditioning, drop_path_rate=0.5).train()
-    recomputed = dense(conditioning, drop_path_rate=0.5, with_cp=True).train()
-    recomputed.load_state_dict(plain.state_dict())
-    calls = []
-    for block in recomputed.stages[2].blocks:
-        block.register_forward_pre_hook(lambda *_: calls.append(1))
-    x = torch.randn(2, 3, 32, 40)
-    grads = []
-    for model in (plain, recomputed):
-        torch.manual_seed(1)
-        loss = sum(out.square().mean() for out in model(x))
-        grads.append(torch.autograd.grad(loss, list(model.parameters())))  # refuses the reentrant form
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert len(calls) == 4  # the two blocks ran again in the backward pass
-    with torch.no_grad():
-        recomputed(x)
-
-
-def test_compiles_into_one_graph_with_numpy_rates():
-    arch = dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2])
-    rates = [dict(drop_paths=list(np.linspace(0.1, 0.3, depth))) for depth in arch["depths"]]
-    model = build(CONDITIONING, arch=arch, out_indices=(0, 1), stage_cfgs=rates).train()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    x = torch.randn(2, 3, 33, 40)
-    outputs = []
-    for run in (model, compiled):
-        torch.manual_seed(0)
-        outputs.append(run(x))
-    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-
-
-def test_layer_depth_grows_with_depth_and_covers_every_parameter_of_a_detector():
-    """users.md E4."""
-    model = dense()
-    detector = nn.ModuleDict({"backbone": model, "neck": nn.Conv2d(1, 1, 1), "stages": nn.Linear(1, 1)})
-    depths = {name: model.get_layer_depth(name, "backbone.") for name, _ in detector.named_parameters()}
-    assert {total for _, total in depths.values()} == {5 + 2}
-    depths = {name: depth for name, (depth, _) in depths.items()}
-    assert {depth for name, depth in depths.items() if "patch_embed" in name} == {0}
-    blocks = [(i, j) for i, depth in enumerate(TINY["depths"]) for j in range(depth)]
-    for depth, (i, j) in enumerate(blocks, start=1):
-        assert {d for n, d in depths.items() if n.startswith(f"backbone.stages.{i}.blocks.{j}.")} == {depth}
-    assert [depths[f"backbone.stages.{i}.downsample.projection.weight"] for i in range(3)] == [1, 2, 4]
-    assert {depths[n] for n in depths if n.startswith(("backbone.norm", "neck", "stages"))} == {6}
-    forward_order = [depth for name, depth in depths.items() if name.startswith(("backbone.patch", "backbone.stages"))]
-    assert forward_order == sorted(forward_order)
-    assert build(out_indices=(1,)).get_layer_depth("norm1.weight") == (3, 4)
-
-
-def test_nothing_is_named_free_of_weight_decay():
-    assert build().no_weight_decay() == set()
-    assert not any(re.search("pos_embed|bias_table", name) for name, _ in build().named_parameters())
-
-
-def test_init_statistics():
-    torch.manual_seed(0)
-    model = build(CONDITIONING, arch=dict(TINY, embed_dims=32))
-    model.init_weights()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.weight.numel() > 10000:
-            assert abs(module.weight.std() - 0.02) < 0.002, name
-        if isinstance(module, nn.Linear):
-            assert not module.bias.any(), name
 
 
 @pytest.mark.parametrize(
@@ -291,7 +109,7 @@ def timm_twins():
 
 @pytest.mark.parametrize("size", [(224, 224), *SIZES])
 def test_equals_timm(timm_twins, size):
-    """users.md E19: timm's model with our weights under its names gives the same logits and features."""
+    """timm's model with our weights under its names gives the same logits and features."""
     ours, head, theirs = timm_twins
     x = torch.randn(2, 3, *size)
     torch.testing.assert_close(head(ours(x)[0]), theirs(x), rtol=1e-4, atol=1e-4)
@@ -330,14 +148,13 @@ def channel_attention_reference(x, weights, biases, proj, num_heads, scale):
 
 @pytest.mark.parametrize("targets", [("q", "k", "v"), ("q",), ("k", "v")])
 @pytest.mark.parametrize("layer_type", ["channel", "window"])
-def test_fused_conditioning_is_that_of_three_separate_projections(targets, layer_type):
-    """users.md E17."""
+def test_fused_conditioning_is_that_of_three_separate_projections(targets, layer_type, adopted):
     torch.manual_seed(0)
     settings = dict(type="IdentityCorrection", scale=3.0, targets=targets)
     if layer_type == "channel":
         layer = SpectralChannelAttention(24, 3, qkv_bias=True, conditioning=settings).double()
     else:
-        layer = SpectralDaViTWindowMSA.from_stock(DaViTWindowMSA(24, (3, 5), 3), settings).double()
+        layer = adopted(SpectralDaViTWindowMSA, DaViTWindowMSA(24, (3, 5), 3), settings).double()
     weights = [
         weight + 3.0 * (role in targets) * torch.eye(24, dtype=torch.float64)
         for role, weight in zip("qkv", layer.qkv.weight.chunk(3), strict=True)
@@ -357,20 +174,20 @@ def test_fused_conditioning_is_that_of_three_separate_projections(targets, layer
 
 
 @pytest.mark.parametrize("layer_type", ["channel", "window"])
-def test_layers_are_drop_ins(layer_type):
+def test_layers_are_drop_ins(layer_type, adopted):
     torch.manual_seed(0)
     x = torch.randn(6, 49, 24)
     if layer_type == "channel":
         stock = ChannelAttention(24, 3, qkv_bias=True)
         ours = MODELS.build(dict(type="mmspectral.SpectralChannelAttention", embed_dims=24, num_heads=3, qkv_bias=True))
-        conditioned = SpectralChannelAttention.from_stock(stock, CONDITIONING)
+        conditioned = adopted(SpectralChannelAttention, stock, CONDITIONING)
         inputs = (x,)
     else:
         stock = DaViTWindowMSA(24, (7, 7), 3, qk_scale=0.4)
         ours = SpectralDaViTWindowMSA(24, (7, 7), 3, qk_scale=0.4)
-        conditioned = SpectralDaViTWindowMSA.from_stock(stock, CONDITIONING)
+        conditioned = adopted(SpectralDaViTWindowMSA, stock, CONDITIONING)
         inputs = (x, -100.0 * torch.randint(2, (3, 49, 49)))
-        assert torch.equal(stock(x), SpectralDaViTWindowMSA.from_stock(stock, None)(x))
+        assert torch.equal(stock(x), adopted(SpectralDaViTWindowMSA, stock, None)(x))
     ours.load_state_dict(stock.state_dict(), strict=True)
     assert torch.equal(stock(*inputs), ours(*inputs))
     assert conditioned.qkv.weight is stock.qkv.weight
@@ -399,13 +216,13 @@ def test_attention_logits_are_what_the_softmax_is_taken_of():
         torch.testing.assert_close(layer.proj(out.mT if layer is channel else out), layer(x))
 
 
-def test_half_precision_keeps_logits_and_softmax_in_float32():
+def test_half_precision_keeps_logits_and_softmax_in_float32(adopted):
     """A sum over the 4096 tokens of a detector's map exceeds the range of float16; stock gives nan there."""
     torch.manual_seed(0)
     stock = ChannelAttention(16, 2)
     with torch.no_grad():
         stock.qkv.weight.copy_(torch.eye(16).repeat(3, 1))
-    ours = SpectralChannelAttention.from_stock(stock, None)
+    ours = adopted(SpectralChannelAttention, stock, None)
     x = 8 + torch.randn(1, 4096, 16)
     exact = ours(x)
     stock.half(), ours.half()
@@ -424,11 +241,11 @@ def test_logits_are_float32_under_autocast():
 
 
 @pytest.mark.parametrize("size", [(4, 6), (5, 6), (4, 7), (5, 7), (1, 1)])
-def test_downsampling_pads_the_map(size):
+def test_downsampling_pads_the_map(size, adopted):
     """Even sides: stock's bits. Others: a map padded with zeros after the norm."""
     torch.manual_seed(0)
     stock = DaViTDownSample(8, 16, norm_cfg=dict(type="LN"))
-    ours = AnySizeDownSample.from_stock(stock)
+    ours = adopted(AnySizeDownSample, stock)
     H, W = size
     x = torch.randn(2, H * W, 8)
     out, out_size = ours(x, size)

@@ -85,7 +85,7 @@ def test_bfloat16_autocast_errs_at_most_twice_as_much_as_stock(name):
 
 @EACH
 def test_float16_weights_in_evaluation(name):
-    """Case C1: images of entries up to 1 and up to 1e4, near float32."""
+    """Images of entries up to 1 and up to 1e4, near float32."""
     ours = build_pair(name)[0].eval()
     cast = copy.deepcopy(ours).half()
     for size in (1.0, 1e4):
@@ -97,7 +97,7 @@ def test_float16_weights_in_evaluation(name):
 
 @EACH
 def test_large_queries_and_keys_stay_finite(name):
-    """Case C1: q and k times 1e2 and 1e4, in bfloat16 autocast forward and backward, and with float16 weights."""
+    """Q and k times 1e2 and 1e4, in bfloat16 autocast forward and backward, and with float16 weights."""
     ours, x = build_pair(name)[0], images()
     for _ in range(2):
         for module_name, module in ours.named_modules():
@@ -133,7 +133,7 @@ def build_detector(config):
 @pytest.mark.skipif(mmcv_ops_backend() == "compiled", reason="mmcv's compiled NMS takes float32 alone on the CPU")
 @pytest.mark.parametrize("config", DETECTORS)
 def test_a_detector_trains_and_predicts_under_autocast(config):
-    """Case C15: losses, gradients and an update, then predictions with non-maximum suppression and masks."""
+    """Losses, gradients and an update, then predictions with non-maximum suppression and masks."""
     model, batch = build_detector(config)
     model.train()
     data = model.data_preprocessor(batch, training=True)

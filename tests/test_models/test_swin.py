@@ -2,9 +2,7 @@
 
 import copy
 import math
-import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +14,6 @@ from mmspectral.layers import (
     attention_layers,
     condition_linear,
     conditioned_projections,
-    fold,
-    unfold,
 )
 from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
 from mmspectral.models.backbones.swin import SpectralSwin
@@ -50,30 +46,6 @@ def forward_backward(model, *size, batch=2):
     return outputs
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("pad_small_map", [False, True])
-def test_conditioning_off_is_bit_equal_to_stock(pad_small_map, size):
-    kwargs = dict(out_indices=(0, 1, 2), pad_small_map=pad_small_map, drop_path_rate=0.5, use_abs_pos_embed=True)
-    models = []
-    for cls in (SwinTransformer, SpectralSwin):
-        torch.manual_seed(0)
-        models.append(cls(arch=TINY, window_size=4, img_size=(48, 80), **kwargs))
-    stock, ours = models
-    assert list(stock.state_dict()) == list(ours.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(stock.state_dict().values(), ours.state_dict().values(), strict=True))
-    x = torch.randn(2, 3, *size)
-    for train in (False, True):
-        for model in models:
-            model.train(train)
-            torch.manual_seed(1)
-            model.outputs = model(x)
-        assert all(torch.equal(a, b) for a, b in zip(stock.outputs, ours.outputs, strict=True))
-    for model in models:
-        sum(out.square().sum() for out in model.outputs).backward()
-    for (name, theirs), mine in zip(stock.named_parameters(), ours.parameters(), strict=True):
-        assert torch.equal(theirs.grad, mine.grad), name
-
-
 @pytest.mark.parametrize("size", [*SIZES, *SMALL])
 def test_dense_form_is_bit_equal_to_the_swin_of_mmdet(size):
     mmdet_backbones = pytest.importorskip("mmdet.models.backbones")
@@ -98,50 +70,6 @@ def test_classifier_is_stock_by_default_and_the_dense_form_shifts_at_the_window(
     assert not torch.equal(stock(x)[0], last_of_dense(x)[-1])
 
 
-def test_conditioning_changes_the_function_and_nothing_else():
-    torch.manual_seed(0)
-    stock, ours = build().eval(), build(conditioning=CONDITIONING).eval()
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in stock.named_parameters()}
-    assert [n for n, _ in ours.named_buffers()] == [n for n, _ in stock.named_buffers()]
-    x = torch.randn(2, 3, 64, 48)
-    assert (ours(x)[0] - stock(x)[0]).norm() > 0.05 * stock(x)[0].norm()
-    sites = [f"stages.{s}.blocks.{b}.attn.w_msa.qkv" for s in range(3) for b in range(2)]
-    assert list(conditioned_projections(ours)) == sites
-    assert not conditioned_projections(stock)
-
-
-def test_fold_and_unfold_keep_the_function():
-    ours = dense(conditioning=CONDITIONING).double().eval()
-    x = torch.randn(1, 3, 40, 56, dtype=torch.float64)
-    before = ours(x)
-    sites = fold(ours)
-    stock = stock_swin(out_indices=(0, 1, 2), pad_small_map=True).double()
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    stock.eval()
-    after = stock(x)
-    unfold(ours, sites)
-    for a, b, c in zip(before, after, ours(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(a, c, rtol=1e-11, atol=1e-11)
-
-
-@BOTH
-@pytest.mark.parametrize("size", [*SIZES, *SMALL])
-def test_any_size_and_every_parameter_gets_a_gradient(conditioning, size):
-    after = dict(out_after_downsample=True)
-    for indices, kwargs in [((0, 1, 2), {}), (None, {}), ((1,), {}), ((0, 1), after), ((2,), after)]:
-        model = build(conditioning=conditioning, out_indices=indices, **kwargs).train()
-        outputs = forward_backward(model, *size)
-        shapes = [
-            [2, channels, *(math.ceil(side / stride) for side in size)]
-            for channels, stride in zip(model.out_channels, model.out_strides, strict=True)
-        ]
-        assert [list(out.shape) for out in outputs] == shapes
-        assert len(outputs) == len(model.out_indices) == len(indices or (2,))
-        assert [name for name, p in model.named_parameters() if p.grad is None] == []
-
-
 def test_outputs_are_described():
     assert (dense().out_channels, dense().out_strides) == ([16, 32, 64], [4, 8, 16])
     after = dense(out_after_downsample=True)
@@ -150,12 +78,12 @@ def test_outputs_are_described():
     assert build(out_indices=1).out_indices == (1,)
 
 
-def test_a_map_smaller_than_the_window_is_padded_with_zeros():
+def test_a_map_smaller_than_the_window_is_padded_with_zeros(adopted):
     torch.manual_seed(0)
     stock = ShiftWindowMSA(12, 2, window_size=4, shift_size=2)
     with pytest.raises(AssertionError, match="smaller than the window"):
         stock(torch.randn(2, 6, 12), (2, 3))
-    layer = AnySizeShiftWindowMSA.from_stock(stock, None)
+    layer = adopted(AnySizeShiftWindowMSA, stock, None)
     x = torch.randn(2, 2, 3, 12)
     window = torch.zeros(2, 4, 4, 12)
     window[:, :2, :3] = x
@@ -183,80 +111,10 @@ def test_backbones_that_end_early_load_the_whole_model_and_keep_its_drop_path():
     assert torch.equal(early.eval()(x)[0], whole.eval()(x)[1])
 
 
-@pytest.mark.parametrize("n", range(-1, 3))
-def test_frozen_stages_freeze_the_stem_and_stages_0_to_n(n):
-    """users.md E3: in mmpretrain's numbering, from construction on, through train()."""
-    model = dense(frozen_stages=n, use_abs_pos_embed=True, drop_rate=0.1)
-    prefixes = tuple(f"{part}{i}." for part in ("stages.", "norm") for i in range(n + 1))
-    expected = {
-        name
-        for name, _ in model.named_parameters()
-        if n >= 0 and name.startswith(("patch_embed.", "absolute_pos_embed", *prefixes))
-    }
-    for _ in range(2):
-        assert {name for name, p in model.named_parameters() if not p.requires_grad} == expected
-        assert model.train() is model
-    evaluating = {name for name, module in model.named_modules() if not module.training}
-    stem = {"drop_after_pos"} | {name for name, _ in model.named_modules() if name.split(".")[0] == "patch_embed"}
-    frozen = {name for name, _ in model.named_modules() if f"{name}.".startswith(prefixes or ("-",))}
-    assert evaluating == (stem | frozen if n >= 0 else set())
-    if n < 2:
-        forward_backward(model, 32, 32)
-        assert {name for name, p in model.named_parameters() if p.grad is None} == expected
-
-
-@BOTH
-def test_checkpointing_gives_the_same_gradients(conditioning):
-    """users.md D5; ``torch.autograd.grad`` refuses the reentrant form."""
-    torch.manual_seed(0)
-    plain = dense(conditioning=conditioning, drop_path_rate=0.5).train()
-    recomputed = dense(conditioning=conditioning, drop_path_rate=0.5, with_cp=True, frozen_stages=-1).train()
-    recomputed.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 3, 32, 40)
-    runs = []
-    recomputed.stages[1].blocks[1].register_forward_pre_hook(lambda *_: runs.append(1))
-    grads = []
-    for model in (plain, recomputed):
-        torch.manual_seed(1)
-        loss = sum(out.square().mean() for out in model(x))
-        grads.append(torch.autograd.grad(loss, list(model.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert len(runs) == 2
-    with torch.no_grad():
-        recomputed(x)
-    assert len(runs) == 3
-
-
-def test_checkpointing_below_a_frozen_stem():
-    model = dense(with_cp=True, frozen_stages=0).train()
-    forward_backward(model, 32, 32)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trainable == {name for name, p in model.named_parameters() if p.grad is not None}
-    assert {name.split(".")[1] for name in trainable if name.startswith("stages")} == {"1", "2"}
-
-
 def test_stage_settings_cannot_bring_the_reentrant_form_back():
     model = dense(stage_cfgs=dict(with_cp=True)).train()
     loss = model(torch.randn(1, 3, 32, 32))[-1].sum()
     assert torch.autograd.grad(loss, model.patch_embed.projection.weight)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone."])
-def test_layer_depth_grows_with_depth_and_covers_every_parameter(prefix):
-    """users.md E4."""
-    model = dense(use_abs_pos_embed=True, out_indices=(0, 1, 2))
-    depths = {name: model.get_layer_depth(prefix + name, prefix) for name, _ in model.named_parameters()}
-    assert {total for _, total in depths.values()} == {2 + 2 + 2 + 2}
-    assert {depths[name][0] for name in depths if name.startswith(("patch_embed", "absolute"))} == {0}
-    blocks = [{depths[n][0] for n in depths if n.startswith(f"stages.{i // 2}.blocks.{i % 2}.")} for i in range(6)]
-    assert blocks == [{1}, {2}, {3}, {4}, {5}, {6}]
-    assert {depths[n][0] for n in depths if n.startswith("stages.1.downsample")} == {4}
-    assert {depths[f"norm{i}.weight"][0] for i in range(3)} == {7}
-    for name in ("neck.convs.0.weight", "roi_head.bbox_head.fc.weight", "head.fc.bias"):
-        assert model.get_layer_depth(prefix.removesuffix("backbone.") + name, prefix) == (7, 8)
-    early = build(out_indices=(0,))
-    assert early.get_layer_depth("norm0.weight") == (3, 4)
-    assert early.get_layer_depth("stages.0.blocks.1.norm1.weight") == (2, 4)
 
 
 def test_names_without_weight_decay_are_those_of_timm():
@@ -266,35 +124,6 @@ def test_names_without_weight_decay_are_those_of_timm():
     assert len(expected) == 6
     assert build().no_weight_decay() == expected
     assert build(use_abs_pos_embed=True).no_weight_decay() == expected | {"absolute_pos_embed"}
-
-
-def test_compiles_into_one_graph_with_rates_from_numpy():
-    rates = [dict(drop_paths=list(np.linspace(0.0, 0.2, 2)))] * 2
-    arch = dict(embed_dims=16, depths=[2, 1], num_heads=[2, 4])
-    model = dense(arch=arch, conditioning=CONDITIONING, out_indices=(0, 1), drop_rate=np.float64(0.1), stage_cfgs=rates)
-    x = torch.randn(1, 3, 40, 40)
-    compiled = torch.compile(model.train(), fullgraph=True, backend="eager")
-    torch.manual_seed(0)
-    expected = model(x)
-    torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(expected, compiled(x), strict=True))
-
-
-def test_init_statistics():
-    torch.manual_seed(0)
-    model = build(
-        arch=dict(embed_dims=64, depths=[2], num_heads=[2]), window_size=7, use_abs_pos_embed=True, img_size=64
-    )
-    model.init_weights()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            assert abs(module.weight.std() - 0.02) < 0.002, name
-            assert not module.bias.any(), name
-        if isinstance(module, torch.nn.LayerNorm):
-            assert (module.weight == 1).all() and not module.bias.any(), name
-        if isinstance(module, SpectralWindowMSA):
-            assert abs(module.relative_position_bias_table.std() - 0.02) < 0.003, name
-    assert abs(model.absolute_pos_embed.std() - 0.02) < 0.002
 
 
 def test_pretrained_weights_load_through_init_cfg(tmp_path):
@@ -342,7 +171,7 @@ def test_window_12_by_argument_and_by_the_stage_settings_of_mmpretrain_are_the_s
 
 @pytest.mark.parametrize("out_indices", [(2,), (0, 1, 2)])
 def test_equals_timm(out_indices):
-    """users.md E19: timm's model with our weights under its names gives the same logits."""
+    """timm's model with our weights under its names gives the same logits."""
     timm_swin = pytest.importorskip("timm.models.swin_transformer")
     torch.manual_seed(0)
     arch = dict(embed_dims=32, depths=[2, 2, 2], num_heads=[1, 2, 4])
@@ -466,7 +295,7 @@ def test_attention_equals_its_float64_twin(conditioning, masked):
 
 
 @BOTH
-def test_attention_layer_is_a_drop_in(conditioning):
+def test_attention_layer_is_a_drop_in(conditioning, adopted):
     torch.manual_seed(0)
     stock = WindowMSA(24, (2, 3), 3)
     torch.nn.init.normal_(stock.relative_position_bias_table)
@@ -475,7 +304,7 @@ def test_attention_layer_is_a_drop_in(conditioning):
     x, mask = random_windows()
     assert torch.equal(stock(x), ours(x))
     assert torch.equal(stock(x, mask=mask), ours(x, mask=mask))
-    conditioned = SpectralWindowMSA.from_stock(stock, conditioning)
+    conditioned = adopted(SpectralWindowMSA, stock, conditioning)
     assert dict(conditioned.named_parameters()).keys() == dict(stock.named_parameters()).keys()
     assert all(p is q for p, q in zip(conditioned.parameters(), stock.parameters(), strict=True))
     assert list(conditioned.state_dict()) == list(stock.state_dict())
@@ -483,10 +312,10 @@ def test_attention_layer_is_a_drop_in(conditioning):
     copy.deepcopy(conditioned)(x, mask).sum().backward()
 
 
-def test_from_stock_keeps_scale_dropout_and_mode():
+def test_adopting_keeps_scale_dropout_and_mode(adopted):
     stock = WindowMSA(24, (2, 3), 3, qkv_bias=False, qk_scale=0.7, attn_drop=0.5, proj_drop=0.5)
     stock.train(False)
-    ours = SpectralWindowMSA.from_stock(stock, None)
+    ours = adopted(SpectralWindowMSA, stock, None)
     x, mask = random_windows()
     assert torch.equal(stock(x, mask), ours(x, mask))
     stock.train(), ours.train()
@@ -513,7 +342,7 @@ def test_attention_logits_are_what_the_softmax_is_taken_of():
 
 
 def test_fused_conditioning_equals_three_separately_conditioned_projections():
-    """users.md E17: kappa of each of W_q, W_k, W_v falls; that of the fused matrix is not the criterion."""
+    """kappa of each of W_q, W_k, W_v falls; that of the fused matrix is not the criterion."""
     layer = random_layer(conditioning=dict(type="IdentityCorrection", scale=10.0))
     x, _ = random_windows()
     separate = torch.nn.Module()
@@ -550,14 +379,6 @@ def test_logits_and_softmax_stay_in_float32_in_low_precision(cast):
     bias = layer.relative_position_bias_table.double()[layer.relative_position_index].permute(2, 0, 1)
     exact = q @ k.mT / math.sqrt(8) + bias + mask.double().repeat(2, 1, 1).unsqueeze(1)
     torch.testing.assert_close(seen["logits"].double(), exact, rtol=1e-5, atol=1e-4)
-
-
-def test_saturated_attention_is_warned_of():
-    with pytest.warns(UserWarning, match=r"attention of stages.0.blocks.0.attn.w_msa starts with"):
-        build(window_size=7, conditioning=dict(type="IdentityCorrection", scale=10.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert build(window_size=7, conditioning=CONDITIONING).probe_length == 49
 
 
 @pytest.mark.parametrize(

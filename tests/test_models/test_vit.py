@@ -1,8 +1,6 @@
 """SpectralViT against mmpretrain's VisionTransformer, timm's, and what detection asks of a backbone."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
-from mmspectral.layers import conditioned_projections, fold, unfold
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
 from mmspectral.models.backbones.vit import SpectralViT
 from mmspectral.models.necks import Feature2Pyramid
@@ -80,48 +77,10 @@ def test_conditioning_off_is_bit_equal_to_stock(kwargs, size):
         assert torch.equal(a.grad, b.grad), name
 
 
-def test_construction_draws_what_stock_draws():
-    models = []
-    for cls in (VisionTransformer, SpectralViT):
-        torch.manual_seed(0)
-        models.append(cls(TINY, img_size=32, init_cfg=dict(type="TruncNormal", layer="Linear", std=0.02)))
-        models[-1].init_weights()
-    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
-
-
-def test_conditioning_changes_the_function_and_nothing_else():
-    stock, ours = build().eval(), build(conditioning=CONDITIONING).eval()
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in stock.named_parameters()}
-    assert not list(ours.buffers())
-    x = torch.randn(2, 3, 48, 64)
-    assert (ours(x)[0] - stock(x)[0]).norm() > 0.05 * stock(x)[0].norm()
-    assert list(conditioned_projections(ours)) == [f"layers.{i}.attn.qkv" for i in range(3)]
-    assert ours.conditioning["scale"] == 0.5 and stock.conditioning is None
-
-
-def test_fold_and_unfold_keep_the_function():
-    ours = randomize(dense(conditioning=CONDITIONING).double().eval())
-    x = torch.randn(1, 3, 48, 64, dtype=torch.float64)
-    before = ours(x)
-    sites = fold(ours)
-    stock = dense().double().eval()
-    stock.load_state_dict(ours.state_dict(), strict=True)
-    unfold(ours, sites)
-    for a, b, c in zip(before, stock(x), ours(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(a, c, rtol=1e-11, atol=1e-11)
-
-
-def test_one_warning_when_attention_starts_one_hot():
-    with pytest.warns(UserWarning, match="SpectralViT with .*attention of layers.0.attn starts"):
-        SpectralViT(dict(TINY, embed_dims=64), img_size=64, conditioning=dict(type="IdentityCorrection", scale=10.0))
-
-
 @BOTH
 @pytest.mark.parametrize("size", SIZES)
 def test_any_size_and_every_parameter_gets_a_gradient(conditioning, size):
-    """users.md E1 and D4; the maps cover the image in whole patches."""
+    """the maps cover the image in whole patches."""
     forms = [dict(out_indices=indices) for indices in ((0, 1, 2), (0, 1), (2,), (-2,), 0)]
     forms += [dict(with_cls_token=False), dict(pre_norm=True, out_indices=1), dict(final_norm=False)]
     for form in forms:
@@ -151,19 +110,6 @@ def test_pyramid_from_the_last_map_for_detection():
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_classifier_weights_load_into_every_smaller_form():
-    classifier = randomize(build())
-    own = classifier.state_dict()
-    for form in (dict(out_indices=(0, 1)), dict(with_cls_token=False), dict(final_norm=False)):
-        model = dense(**form)
-        assert model.load_state_dict(own, strict=True) == ([], [])
-        nn.ModuleDict({"backbone": model}).load_state_dict({f"backbone.{n}": t for n, t in own.items()}, strict=True)
-        for name, tensor in model.state_dict().items():
-            expected = own[name][:, 1:] if name == "pos_embed" and "with_cls_token" in form else own[name]
-            assert torch.equal(tensor, expected), name
-    assert not [name for name in dense(out_indices=(0, 1)).state_dict() if name.startswith(("ln1", "layers.2"))]
-
-
 def embedding_of(grid, extra=1, dim=32):
     """Channel 0 is the row of a patch, channel 1 its column, the others are noise."""
     h, w = grid
@@ -176,7 +122,7 @@ def embedding_of(grid, extra=1, dim=32):
 @pytest.mark.parametrize("through_file", [False, True])
 @pytest.mark.parametrize("size", [(96, 64), (80, 112), (64, 96), (64, 64)])
 def test_positions_of_another_grid_are_resized_by_the_right_grid(size, through_file, tmp_path):
-    """users.md A7. 64 x 96 and 96 x 64 have equally many patches: only the file can tell them apart."""
+    """64 x 96 and 96 x 64 have equally many patches: only the file can tell them apart."""
     source = build(img_size=(64, 96))
     source.pos_embed.data = embedding_of((4, 6))
     target = nn.ModuleDict({"backbone": build(img_size=size)})
@@ -239,118 +185,6 @@ def test_grids_are_found_from_the_number_of_rows(length, own, tokens, grid):
     assert find_grid(length, None, own, tokens) == grid
 
 
-@pytest.mark.parametrize("with_cls_token", [True, False])
-@pytest.mark.parametrize("n", range(-1, 4))
-def test_frozen_stages_freeze_the_stem_and_exactly_n_blocks(n, with_cls_token):
-    """users.md E2 and E3."""
-    model = dense(frozen_stages=n, with_cls_token=with_cls_token, pre_norm=True, drop_rate=0.1, drop_path_rate=0.1)
-    model.train().eval()
-    model.train()
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    stem = {name for name, _ in model.named_parameters() if not name.startswith(("layers.", "ln1."))}
-    assert {"pos_embed", "pre_norm.weight", "patch_embed.projection.weight"} < stem
-    assert ("cls_token" in stem) == with_cls_token
-    blocks = [{name for name, _ in model.named_parameters() if name.startswith(f"layers.{i}.")} for i in range(3)]
-    norm = {"ln1.weight", "ln1.bias"}
-    frozen = (stem if n >= 0 else set()).union(*blocks[: max(n, 0)]) | (norm if n == 3 else set())
-    assert trainable == {name for name, _ in model.named_parameters()} - frozen
-    assert [any(m.training for m in layer.modules()) for layer in model.layers] == [i >= n for i in range(3)]
-    assert model.training and model.drop_after_pos.training == model.patch_embed.training == (n < 0)
-    outputs = model(torch.randn(1, 3, 48, 64))
-    if n < 3:
-        sum(out.square().mean() for out in outputs).backward()
-        assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable
-    else:
-        assert not any(out.requires_grad for out in outputs)
-
-
-@BOTH
-def test_checkpointing_gives_the_same_gradients(conditioning):
-    """users.md D5."""
-    plain = dense(conditioning=conditioning, drop_path_rate=0.5, drop_rate=0.2).train()
-    recomputed = dense(conditioning=conditioning, drop_path_rate=0.5, drop_rate=0.2, with_cp=True).train()
-    recomputed.load_state_dict(plain.state_dict())
-    calls = []
-    recomputed.layers[0].ln1.register_forward_hook(lambda *_: calls.append(0))
-    x = torch.randn(2, 3, 32, 40)
-    grads = []
-    for model in (plain, recomputed):
-        torch.manual_seed(1)
-        sum(out.square().mean() for out in model(x)).backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert len(calls) == 2  # once more in the backward pass, without gradients for the input
-
-
-def test_compiles_into_one_graph():
-    """numpy scalars in stochastic depth broke the graph."""
-    model = dense(conditioning=CONDITIONING, drop_path_rate=0.3).train()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    x = torch.randn(2, 3, 48, 64)
-    outputs = []
-    for forward in (model, compiled):
-        torch.manual_seed(1)
-        outputs.append(forward(x))
-    for a, b in zip(*outputs, strict=True):
-        torch.testing.assert_close(a, b)
-    rates = [layer.attn.out_drop.drop_prob for layer in model.layers]
-    assert rates == [0.0, 0.15, 0.3] and all(type(rate) is float for rate in rates)
-
-
-def test_init_statistics_and_a_second_call():
-    model = SpectralViT(dict(TINY, embed_dims=128, feedforward_channels=512), img_size=64, conditioning=CONDITIONING)
-    model.init_weights()
-    for layer in model.layers:
-        for linear in (layer.attn.qkv, layer.attn.proj):
-            assert abs(linear.weight.std() - 0.02) < 0.002 and not linear.bias.any()
-        assert abs(layer.ffn.layers[1].weight.std() - (2 / (128 + 512)) ** 0.5) < 0.005  # Xavier uniform
-    assert abs(model.pos_embed.std() - 0.02) < 0.003
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    model.init_weights()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_pretrained_loads_everything_once(tmp_path):
-    source = randomize(build(conditioning=CONDITIONING))
-    torch.save(dict(state_dict=source.state_dict()), tmp_path / "file.pth")
-    init_cfg = dict(type="Pretrained", checkpoint=str(tmp_path / "file.pth"))
-    model = build(conditioning=CONDITIONING, init_cfg=init_cfg)
-    for _ in range(2):
-        model.init_weights()
-        assert all(torch.equal(t, source.state_dict()[name]) for name, t in model.state_dict().items())
-
-
-def test_train_and_eval_return_self_and_copies_work():
-    model = dense(conditioning=CONDITIONING)
-    assert model.train() is model and model.eval() is model
-    x = torch.randn(1, 3, 32, 32)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(torch.equal(a, b) for a, b in zip(twin(x), model(x), strict=True))
-        twin.load_state_dict(randomize(dense(img_size=(16, 64))).state_dict())  # hooks act on the copy
-        assert not torch.equal(twin.pos_embed, model.pos_embed)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)._metadata[""][GRID_KEY] == [3, 4]
-
-
-def test_layer_depth_grows_with_depth_and_covers_every_parameter():
-    """users.md E4."""
-    model = build(pre_norm=True)
-    depths = {name: model.get_layer_depth(f"backbone.{name}", "backbone.") for name, _ in model.named_parameters()}
-    assert {total for _, total in depths.values()} == {3 + 2}
-    stem = ("patch_embed.projection.weight", "pos_embed", "cls_token", "pre_norm.weight")
-    assert [depths[name][0] for name in stem] == [0] * 4
-    assert [{d for name, (d, _) in depths.items() if name.startswith(f"layers.{i}.")} for i in range(3)] == [
-        {1},
-        {2},
-        {3},
-    ]
-    assert depths["ln1.weight"][0] == model.get_layer_depth("neck.layers.0.weight", "backbone.")[0] == 4
-    assert model.no_weight_decay() == {"pos_embed", "cls_token"}
-    assert dense(with_cls_token=False).no_weight_decay() == {"pos_embed"}
-
-
 @pytest.mark.parametrize(
     ("arch", "millions"), [("deit-tiny", 5.7), ("deit-small", 22.1), ("base", 86.6), ("large", 304.3)]
 )
@@ -363,7 +197,7 @@ def test_published_sizes_have_the_published_parameters(arch, millions):
 
 @pytest.mark.parametrize("layer_scale", [0.0, 0.1])
 def test_equals_timm(layer_scale):
-    """users.md E19: timm's model with our weights under its names gives the same tokens."""
+    """timm's model with our weights under its names gives the same tokens."""
     timm_vit = pytest.importorskip("timm.models.vision_transformer")
     ours = randomize(build(out_type="raw", layer_scale_init_value=layer_scale)).eval()
     theirs = timm_vit.VisionTransformer(
@@ -394,18 +228,18 @@ def test_equals_timm(layer_scale):
         ),
     ],
 )
-def test_attention_layer_is_a_drop_in(kwargs):
+def test_attention_layer_is_a_drop_in(kwargs, adopted):
     arguments = dict(dict(embed_dims=24, num_heads=3), **kwargs)
     stock, ours = MultiheadAttention(**arguments), SpectralMultiheadAttention(**arguments)
     ours.load_state_dict(stock.state_dict(), strict=True)
-    shared = SpectralMultiheadAttention.from_stock(stock, None)
+    shared = adopted(SpectralMultiheadAttention, stock, None)
     x = torch.randn(2, 17, arguments.get("input_dims", 24))
     outputs = []
     for layer in (stock, ours, shared):
         torch.manual_seed(1)
         outputs.append(layer(x))
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    conditioned = SpectralMultiheadAttention.from_stock(stock, CONDITIONING)
+    conditioned = adopted(SpectralMultiheadAttention, stock, CONDITIONING)
     assert conditioned.qkv.weight is stock.qkv.weight
     assert list(conditioned.state_dict()) == list(stock.state_dict())
     copy.deepcopy(conditioned)(x).sum().backward()
@@ -426,12 +260,12 @@ def test_attention_logits_are_those_of_the_forward(qk_scale):
     assert low.dtype == torch.float32
 
 
-def test_a_stock_layer_with_qk_scale_keeps_its_function():
+def test_a_stock_layer_with_qk_scale_keeps_its_function(adopted):
     """mmpretrain ignores the value and multiplies the logits by sqrt(d)."""
     stock = MultiheadAttention(24, 3, qk_scale=0.2)
     assert stock.scaled_dot_product_attention.func is scaled_dot_product_attention_pyimpl
     x = torch.randn(2, 11, 24)
-    torch.testing.assert_close(SpectralMultiheadAttention.from_stock(stock, None)(x), stock(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(adopted(SpectralMultiheadAttention, stock, None)(x), stock(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 from mmspectral.analysis.calibration_images import calibration_batches, see
 from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint, checkpoint_inputs
 from mmspectral.errors import UsageError
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import feature_kernels
 from mmspectral.ops.random_features.features import draw_projection
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,7 @@ DST of name.pth becomes name_DATE-HASH.pth. Weights and meta are kept; optimizer
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import report_usage_errors
-from mmspectral.checkpoints.convert import publish
+from mmspectral.arguments import report_usage_errors, require_file
 
 
 def parse_args() -> argparse.Namespace:
@@ -24,6 +23,9 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
+    require_file(args.source)
+    from mmspectral.checkpoints import publish  # torch, after what is wrong at first sight
+
     print(publish(args.source, args.target, args.fold, args.force))
 
 

@@ -1,4 +1,4 @@
-"""Take the correction of a config's model off a folded or stock file: W = W' - C.
+"""Subtract the correction of a config's model from a folded or stock file: W = W' - C.
 
 usage: python tools/model_converters/unfold.py CONFIG SRC DST
 """
@@ -6,12 +6,11 @@ usage: python tools/model_converters/unfold.py CONFIG SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
-from mmspectral.checkpoints.convert import unfold_file
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors, require_file
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Take a config's corrections off the weights of a file")
+    parser = argparse.ArgumentParser(description="Subtract a config's corrections from the weights of a file")
     add_config_arguments(parser)
     parser.add_argument("source", metavar="SRC", help="checkpoint file or URL")
     parser.add_argument("target", metavar="DST", type=Path, help="file to write, .pth or .safetensors")
@@ -23,6 +22,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     cfg = read_config(args.config, args.cfg_options)
+    require_file(args.source)
+    from mmspectral.checkpoints import unfold_file  # torch, after what is wrong at first sight
+
     print(unfold_file(cfg, args.source, args.target, args.force))
 
 

@@ -7,7 +7,7 @@ from mmengine.hooks.hook import DATA_BATCH
 from mmengine.model import BaseAveragedModel
 from mmengine.runner import EpochBasedTrainLoop, Runner
 
-from mmspectral.models.dark_sites import feature_kernels
+from mmspectral.layers import feature_kernels
 from mmspectral.registry import HOOKS
 
 

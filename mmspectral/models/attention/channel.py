@@ -3,11 +3,11 @@
 Shape legend: B images, N tokens, h heads (channel groups), d channels per head, D = h * d.
 """
 
-import torch
 from mmpretrain.models.backbones.davit import ChannelAttention
 from torch import Tensor
 
-from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.layers import build_conditioning
+from mmspectral.models.attention.adopt import condition_qkv
 from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
@@ -60,16 +60,7 @@ class SpectralChannelAttention(ChannelAttention):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(embed_dims, num_heads, qkv_bias, init_cfg)
-        condition_fused_projection(self, conditioning)
-
-    @classmethod
-    def from_stock(cls, stock: ChannelAttention, conditioning: dict | None) -> "SpectralChannelAttention":
-        """Return a conditioned layer that shares the parameters of a stock one."""
-        with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
-            layer = cls(stock.embed_dims, stock.num_heads, stock.qkv.bias is not None, init_cfg=stock.init_cfg)
-        layer.qkv, layer.proj = stock.qkv, stock.proj
-        condition_fused_projection(layer, conditioning)
-        return layer.train(stock.training)
+        condition_qkv(self, build_conditioning(conditioning))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""
@@ -81,7 +72,7 @@ class SpectralChannelAttention(ChannelAttention):
         return self.proj(x.transpose(1, 2).reshape(B, N, D))
 
     def attention_logits(self, x: Tensor) -> Tensor:
-        """Return what the softmax is taken of, [B, h, d, d] (rows k, columns v), for tokens [B, N, D]."""
+        """Return the attention logits [B, h, d, d] (rows k, columns v), for tokens [B, N, D]."""
         _, k, v = self._project(x)
         return self._logits(k, v)
 

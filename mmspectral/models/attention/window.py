@@ -1,14 +1,15 @@
-"""Registered window attention of Swin, drop-in for mmpretrain's: same forward, same parameter names.
+"""Window attention of Swin and DaViT, drop-in for mmpretrain's: same forward, same parameter names.
 
 Shape legend: W windows of all images, N = Wh * Ww tokens in a window, D channels, h heads, d = D / h.
 """
 
-import torch
 import torch.nn.functional as F
+from mmpretrain.models.backbones.davit import DaViTWindowMSA
 from mmpretrain.models.utils import ShiftWindowMSA, WindowMSA
 from torch import Tensor
 
-from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.layers import build_conditioning
+from mmspectral.models.attention.adopt import condition_qkv
 from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
@@ -34,7 +35,7 @@ class WindowAttention:
         return self.proj_drop(self.proj(x))
 
     def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what the softmax is taken of, [W, h, N, N], with scale, bias and mask; arguments as above."""
+        """Return the attention logits [W, h, N, N], with scale, bias and mask; arguments as above."""
         q, k, _ = self._project(x)
         return self._logits(q, k, mask)
 
@@ -93,31 +94,20 @@ class SpectralWindowMSA(WindowAttention, WindowMSA):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(embed_dims, window_size, num_heads, qkv_bias, qk_scale, attn_drop, proj_drop, init_cfg)
-        condition_fused_projection(self, conditioning)
-
-    @classmethod
-    def from_stock(cls, stock: WindowMSA, conditioning: dict | None) -> "SpectralWindowMSA":
-        """Return a conditioned layer that shares the parameters of a stock one."""
-        with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
-            layer = cls(
-                stock.embed_dims,
-                stock.window_size,
-                stock.num_heads,
-                qk_scale=stock.scale,
-                attn_drop=stock.attn_drop.p,
-                proj_drop=stock.proj_drop.p,
-                init_cfg=stock.init_cfg,
-            )
-        layer.relative_position_bias_table = stock.relative_position_bias_table
-        layer.relative_position_index = stock.relative_position_index
-        layer.qkv, layer.proj = stock.qkv, stock.proj
-        condition_fused_projection(layer, conditioning)
-        return layer.train(stock.training)
+        condition_qkv(self, build_conditioning(conditioning))
 
     def _position_bias(self) -> Tensor:
         N = self.relative_position_index.shape[0]
         bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]  # [N * N, h]
         return bias.view(N, N, -1).permute(2, 0, 1).contiguous()  # [h, N, N]
+
+
+class SpectralDaViTWindowMSA(WindowAttention, DaViTWindowMSA):
+    """Attention within windows, without position bias, with conditioning of q, k and v.
+
+    With ``conditioning=None`` the outputs are bit-equal to mmpretrain's
+    ``DaViTWindowMSA`` in float32.
+    """
 
 
 class AnySizeShiftWindowMSA(ShiftWindowMSA):
@@ -127,22 +117,6 @@ class AnySizeShiftWindowMSA(ShiftWindowMSA):
     padded with zeros to the window and treated as a map of that size, thus not
     shifted; everything else, and ``pad_small_map=True``, is mmpretrain's.
     """
-
-    @classmethod
-    def from_stock(cls, stock: ShiftWindowMSA, conditioning: dict | None) -> "AnySizeShiftWindowMSA":
-        """Return a layer with conditioned windows that shares the parameters of a stock one."""
-        with torch.device("meta"):
-            layer = cls(
-                stock.w_msa.embed_dims,
-                stock.w_msa.num_heads,
-                stock.window_size,
-                stock.shift_size,
-                pad_small_map=stock.pad_small_map,
-                init_cfg=stock.init_cfg,
-            )
-        layer.w_msa = SpectralWindowMSA.from_stock(stock.w_msa, conditioning)
-        layer.drop = stock.drop
-        return layer.train(stock.training)
 
     def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Map tokens [B, H * W, D] of a map H x W to [B, H * W, D]."""

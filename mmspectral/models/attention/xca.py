@@ -1,12 +1,11 @@
-"""Registered attention layers, drop-in for mmpretrain's: same forward, same parameter names."""
+"""Cross-covariance and class attention of XCiT, drop-in for mmpretrain's: same forward, same parameter names."""
 
-import torch
 from mmpretrain.models.backbones.xcit import XCA, ClassAttntion
 from torch import Tensor
 
 from mmspectral import ops
-from mmspectral.layers import build_conditioning, condition_linear
-from mmspectral.models.fused_projection import condition_fused_projection
+from mmspectral.layers import Conditioning, build_conditioning, condition_linear
+from mmspectral.models.attention.adopt import condition_qkv
 from mmspectral.registry import MODELS
 
 
@@ -38,23 +37,7 @@ class SpectralXCA(XCA):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, attn_drop, proj_drop, init_cfg)
-        condition_fused_projection(self, conditioning)
-
-    @classmethod
-    def from_stock(cls, stock: XCA, conditioning: dict | None) -> "SpectralXCA":
-        """Return a conditioned layer that shares the parameters of a stock one."""
-        with torch.device("meta"):  # the parameters come from ``stock``: draw no random numbers
-            layer = cls(
-                stock.qkv.in_features,
-                stock.num_heads,
-                stock.qkv.bias is not None,
-                stock.attn_drop.p,
-                stock.proj_drop.p,
-                init_cfg=stock.init_cfg,
-            )
-        layer.temperature, layer.qkv, layer.proj = stock.temperature, stock.qkv, stock.proj
-        condition_fused_projection(layer, conditioning)
-        return layer.train(stock.training)
+        condition_qkv(self, build_conditioning(conditioning))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""
@@ -66,7 +49,7 @@ class SpectralXCA(XCA):
         return self.proj_drop(self.proj(x))
 
     def attention_logits(self, x: Tensor) -> Tensor:
-        """Return what the softmax is taken of, [B, h, d, d], for tokens [B, N, D]."""
+        """Return the attention logits [B, h, d, d], for tokens [B, N, D]."""
         q, k, _ = self._project(x)
         return ops.cross_covariance_logits(q, k, self.temperature)
 
@@ -76,8 +59,7 @@ class SpectralXCA(XCA):
         return qkv.permute(2, 0, 3, 4, 1).unbind(0)  # each [B, h, d, N]
 
 
-def condition_class_attention(attention: ClassAttntion, conditioning: dict | None) -> None:
+def condition_class_attention(attention: ClassAttntion, conditioning: Conditioning | None) -> None:
     """Condition the separate q, k and v projections of a class-attention layer, in place."""
-    correction = build_conditioning(conditioning)
     for role in ("q", "k", "v"):
-        condition_linear(attention, role, correction, (role,), attention.num_heads, row_order="[3][heads][d]")
+        condition_linear(attention, role, conditioning, (role,), attention.num_heads)

@@ -1,5 +1,4 @@
-from mmspectral.models.backbones.dark_swin import DarkSwin
-from mmspectral.models.backbones.dark_vit import DarkDeiT, DarkViT
+from mmspectral.models.backbones.dark import DarkDeiT, DarkSwin, DarkViT
 from mmspectral.models.backbones.davit import SpectralDaViT
 from mmspectral.models.backbones.deit import SpectralDeiT
 from mmspectral.models.backbones.swin import SpectralSwin

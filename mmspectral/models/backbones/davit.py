@@ -1,14 +1,17 @@
 """DaViT with spectral conditioning, for classification and for dense features."""
 
+import re
 from collections.abc import Sequence
 
 from mmcv.cnn.bricks.transformer import PatchEmbed
-from mmpretrain.models.backbones.davit import DaViT
+from mmpretrain.models.backbones.davit import DaViT, DaViTBlock, DaViTDownSample
 from torch import Tensor, nn
 
+from mmspectral.layers import build_conditioning
+from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.channel import SpectralChannelAttention
-from mmspectral.models.davit_layers import AnySizeDownSample, SpectralDaViTWindowMSA
-from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
+from mmspectral.models.attention.window import SpectralDaViTWindowMSA
+from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
 from mmspectral.registry import MODELS
 
 
@@ -78,7 +81,7 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         init_cfg: dict | None = None,
         **kwargs,
     ) -> None:
-        validate_conditioning(conditioning, channel_conditioning)
+        conditioning, channel_conditioning = build_conditioning(conditioning), build_conditioning(channel_conditioning)
         if kwargs.get("out_after_downsample"):
             raise ValueError(
                 "out_after_downsample=True is not supported: mmpretrain builds its norms for the channels "
@@ -116,16 +119,18 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         self.stages[last].downsample = None
         for stage in self.stages:
             for block in stage.blocks:
-                window = block.spatial_block.attn
-                window.w_msa = SpectralDaViTWindowMSA.from_stock(window.w_msa, conditioning)
-                channel = block.channel_block
-                channel.attn = SpectralChannelAttention.from_stock(channel.attn, channel_conditioning)
+                window, channel = block.spatial_block.attn, block.channel_block
+                window.w_msa = adopt(SpectralDaViTWindowMSA, window.w_msa)
+                condition_qkv(window.w_msa, conditioning)
+                channel.attn = adopt(SpectralChannelAttention, channel.attn)
+                condition_qkv(channel.attn, channel_conditioning)
             if stage.downsample is not None:
-                stage.downsample = AnySizeDownSample.from_stock(stage.downsample)
-        rates_to_float(self)
+                stage.downsample = adopt(AnySizeDownSample, stage.downsample)
+        if gap_before_final_norm:
+            for i in out_indices:
+                setattr(self, f"norm{i}", adopt(NormOfMean, getattr(self, f"norm{i}")))
         self.probe_length = self.stages[0].blocks[0].spatial_block.attn.window_size ** 2
-        self._freeze_stages()
-        self.warn_if_saturated()
+        self.finish([stage.blocks for stage in self.stages], RecomputedDaViTBlock)
 
     @property
     def out_channels(self) -> list[int]:
@@ -139,15 +144,9 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map images [B, 3, H, W] to one output per index; maps are [B, C_i, ceil(H / s_i), ceil(W / s_i)]."""
-        x, size = self.patch_embed(x)  # [B, H * W, C]
-        outs = []
-        for i, stage in enumerate(self.stages):
-            for block in stage.blocks:
-                x = self.run_block(block, x, size)
-            if i in self.out_indices:
-                outs.append(self._format_output(x, size, getattr(self, f"norm{i}")))
-            if stage.downsample is not None:
-                x, size = stage.downsample(x, size)
+        outs = super().forward(x)
+        if self.gap_before_final_norm:
+            outs = (getattr(self, f"norm{i}").of_mean(out) for i, out in zip(self.out_indices, outs, strict=True))
         return tuple(outs)
 
     def train(self, mode: bool = True) -> "SpectralDaViT":
@@ -181,30 +180,18 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
             return before + (int(block) + 1 if kind == "blocks" else depths[int(stage)]), num_depths
         return num_depths - 1, num_depths
 
-    def _format_output(self, x: Tensor, size: tuple[int, int], norm: nn.Module) -> Tensor:
-        if self.gap_before_final_norm:
-            return norm(x.mean(dim=1))  # [B, C]
-        return norm(x).unflatten(1, size).permute(0, 3, 1, 2).contiguous()  # [B, C, H, W]
-
     def _freeze_stages(self) -> None:
         n = self.frozen_stages
         if n >= 0:
             norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
             freeze([self.patch_embed, *self.stages[: n + 1], *norms])
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+    def is_cut(self, name: str) -> bool:
+        head, _, rest = name.partition(".")
         last = self.out_indices[-1]
-        stages = range(last + 1, self.num_layers)
-        norms = set(range(self.num_layers)) - set(self.out_indices)
-        dropped = (
-            *(f"{prefix}stages.{i}." for i in stages),
-            *(f"{prefix}norm{i}." for i in norms),
-            f"{prefix}stages.{last}.downsample.",
-        )
-        for name in list(state_dict):
-            if name.startswith(dropped):
-                del state_dict[name]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if head == "stages":
+            return int(rest.partition(".")[0]) > last or rest.startswith(f"{last}.downsample.")
+        return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
 
     @classmethod
     def _settings(cls, arch: str | dict) -> dict:
@@ -218,3 +205,29 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         if missing:
             raise ValueError(f"the DaViT arch {arch!r} lacks {', '.join(sorted(missing))}.")
         return settings
+
+
+class RecomputedDaViTBlock(Recomputed, DaViTBlock):
+    pass
+
+
+class NormOfMean(nn.LayerNorm):
+    """Norm of an output that is averaged over its positions first; mmpretrain's forward gets the map as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def of_mean(self, x: Tensor) -> Tensor:
+        """Map [B, C, H, W] to [B, C]."""
+        return super().forward(x.mean(dim=(2, 3)))
+
+
+class AnySizeDownSample(DaViTDownSample):
+    """mmpretrain's downsampling, with the padding applied to the map instead of the token sequence."""
+
+    def forward(self, x: Tensor, input_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """Map tokens [B, H * W, C] of a map H x W to those of a map ceil(H / 2) x ceil(W / 2), and its size."""
+        x = self.norm(x).unflatten(1, input_size).permute(0, 3, 1, 2).contiguous()  # [B, C, H, W]
+        x = self.projection(self.adaptive_padding(x) if self.adaptive_padding else x)
+        return x.flatten(2).transpose(1, 2), tuple(x.shape[-2:])

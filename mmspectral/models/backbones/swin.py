@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from mmpretrain.models.backbones import SwinTransformer
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
-from mmpretrain.models.utils import resize_pos_embed
-from torch import Tensor
 
-from mmspectral.models.attention.window import AnySizeShiftWindowMSA
-from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
+from mmspectral.layers import Conditioning, build_conditioning
+from mmspectral.models.attention.adopt import adopt, condition_qkv
+from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
+from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
 from mmspectral.registry import MODELS
 
 # As in Microsoft's code and timm: learned positions are not decayed.
@@ -70,7 +70,7 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         init_cfg: dict | None = None,
         **kwargs,
     ) -> None:
-        validate_conditioning(conditioning)
+        conditioning = build_conditioning(conditioning)
         num_stages = self._num_stages(arch)
         out_indices = resolve_indices(-1 if out_indices is None else out_indices, num_stages, "stage")
         out_indices = tuple(sorted(set(out_indices)))
@@ -93,11 +93,9 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         self._end_at_stage(out_indices[-1])
         self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
         for i, block in enumerate(block for stage in self.stages for block in stage.blocks):
-            block.with_cp = False  # mmpretrain's is reentrant; ours is run_block
+            block.with_cp = False  # mmpretrain's is reentrant
             self._replace_attention(block, conditioning, i)
-        rates_to_float(self)
-        self._freeze_stages()
-        self.warn_if_saturated()
+        self.finish([stage.blocks for stage in self.stages], RecomputedSwinBlock)
 
     @property
     def out_channels(self) -> list[int]:
@@ -115,27 +113,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
                 stride *= stage.downsample.sampler.stride[0]
             strides.append(stride if self.out_after_downsample else before)
         return [strides[i] for i in self.out_indices]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Map images [B, 3, H, W] to one map per output, [B, channels, ceil(H / stride), ceil(W / stride)]."""
-        x, hw_shape = self.patch_embed(x)  # [B, N, D]
-        if self.use_abs_pos_embed:
-            x = x + resize_pos_embed(
-                self.absolute_pos_embed, self.patch_resolution, hw_shape, self.interpolate_mode, num_extra_tokens=0
-            )
-        x = self.drop_after_pos(x)
-
-        outs = []
-        for i, stage in enumerate(self.stages):
-            for block in stage.blocks:
-                x = self.run_block(block, x, hw_shape)
-            merged = (x, hw_shape) if stage.downsample is None else stage.downsample(x, hw_shape)
-            if i in self.out_indices:
-                out, out_shape = merged if self.out_after_downsample else (x, hw_shape)
-                out = getattr(self, f"norm{i}")(out).unflatten(1, out_shape)  # [B, H, W, channels]
-                outs.append(out.permute(0, 3, 1, 2).contiguous())
-            x, hw_shape = merged
-        return tuple(outs)
 
     def train(self, mode: bool = True) -> "SpectralSwin":
         """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
@@ -157,8 +134,10 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         """Return the names of the parameters that weight decay should leave alone, as timm and Microsoft's code do."""
         return {name for name, _ in self.named_parameters() if name.endswith(NO_WEIGHT_DECAY)}
 
-    def _replace_attention(self, block: SwinBlock, conditioning: dict | None, index: int) -> None:
-        block.attn = AnySizeShiftWindowMSA.from_stock(block.attn, conditioning)
+    def _replace_attention(self, block: SwinBlock, conditioning: Conditioning | None, index: int) -> None:
+        block.attn = adopt(AnySizeShiftWindowMSA, block.attn)
+        block.attn.w_msa = adopt(SpectralWindowMSA, block.attn.w_msa)
+        condition_qkv(block.attn.w_msa, conditioning)
 
     @classmethod
     def _num_stages(cls, arch: str | dict) -> int:
@@ -188,14 +167,7 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         if self.use_abs_pos_embed:
             self.absolute_pos_embed.requires_grad = False
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        """Leave out of a checkpoint of the whole model what this one does not keep."""
-        for name in list(state_dict):
-            if name.startswith(prefix) and self._is_cut(name.removeprefix(prefix)):
-                del state_dict[name]
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _is_cut(self, name: str) -> bool:
+    def is_cut(self, name: str) -> bool:
         head, _, rest = name.partition(".")
         if head == "stages":
             index, _, rest = rest.partition(".")
@@ -208,7 +180,7 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         """Resize the bias tables of a checkpoint with another window, bicubically as Microsoft's code does.
 
         mmpretrain, whose load hook this is, calls SciPy's ``interp2d``, removed in
-        SciPy 1.14, and drops the position index without making it again.
+        SciPy 1.14, and drops the position index without rebuilding it.
         """
         for name, own in self.named_parameters():
             table = state_dict.get(prefix + name)
@@ -220,3 +192,7 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
             state_dict[prefix + name] = grid.flatten(2).squeeze(0).t().to(table.dtype)
             index = name.replace("bias_table", "index")
             state_dict[prefix + index] = self.get_buffer(index)
+
+
+class RecomputedSwinBlock(Recomputed, SwinBlock):
+    pass

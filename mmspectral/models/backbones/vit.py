@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
-import torch
 from mmengine.logging import print_log
-from mmpretrain.models.backbones import VisionTransformer
-from mmpretrain.models.utils import MultiheadAttention, resize_pos_embed
+from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer, VisionTransformer
+from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor, nn
 
 from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
+from mmspectral.layers import Conditioning, build_conditioning
+from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
-from mmspectral.models.sites import ConditionedBackbone, freeze, rates_to_float, resolve_indices, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
 from mmspectral.registry import MODELS
 
 TOKENS = ("cls_token", "dist_token")
@@ -71,7 +72,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         init_cfg: dict | list | None = None,
         **kwargs,
     ) -> None:
-        validate_conditioning(conditioning)
+        conditioning = build_conditioning(conditioning)
         if isinstance(arch, str) and arch.lower() not in self.arch_zoo:
             raise ValueError(
                 f"unknown {type(self).__name__} arch {arch!r}; choose {', '.join(self.arch_zoo)} or give a dict."
@@ -92,12 +93,9 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
                 self.final_norm = False
                 del self.ln1
         for i, layer in enumerate(self.layers):
-            layer.attn = self._make_attention(layer.attn, conditioning, i)
-        rates_to_float(self)
+            self._replace_attention(layer, conditioning, i)
         self.register_state_dict_post_hook(_write_grid)
-        self._register_load_state_dict_pre_hook(self._drop_unused)  # runs after _prepare_pos_embed
-        self._freeze_stages()
-        self.warn_if_saturated()
+        self.finish([self.layers], RecomputedEncoderLayer)
 
     @property
     def out_channels(self) -> list[int]:
@@ -108,30 +106,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
     def out_strides(self) -> list[int]:
         """Stride of each output map."""
         return [self.patch_embed.projection.stride[0]] * len(self.out_indices)
-
-    def init_weights(self) -> None:
-        """Initialise once: at a second call mmpretrain's would draw the position embedding anew."""
-        if not self.is_init:
-            super().init_weights()
-
-    def forward(self, x: Tensor) -> tuple:
-        """Map images [B, 3, H, W] to one output per index; maps are [B, D, ceil(H / p), ceil(W / p)]."""
-        B = x.shape[0]
-        x, grid = self.patch_embed(x)  # [B, N, D]
-        tokens = [token.expand(B, -1, -1) for token in self._tokens()]
-        if tokens:
-            x = torch.cat((*tokens, x), dim=1)  # [B, T + N, D]
-        x = x + self.position_embedding(grid)
-        x = self.pre_norm(self.drop_after_pos(x))
-
-        outs = []
-        for i, layer in enumerate(self.layers):
-            x = self.run_block(layer, x)
-            if i == len(self.layers) - 1 and self.final_norm:
-                x = self.ln1(x)
-            if i in self.out_indices:
-                outs.append(self._format_output(x, grid))
-        return tuple(outs)
 
     def position_embedding(self, grid: tuple[int, int]) -> Tensor:
         """Return the position embedding [1, T + h * w, D] for a grid of h x w patches."""
@@ -164,10 +138,9 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         """Return the names of parameters that the published recipes do not decay."""
         return {"pos_embed", *TOKENS} & {name for name, _ in self.named_parameters(recurse=False)}
 
-    def _make_attention(
-        self, stock: MultiheadAttention, conditioning: dict | None, index: int
-    ) -> SpectralMultiheadAttention:
-        return SpectralMultiheadAttention.from_stock(stock, conditioning)
+    def _replace_attention(self, layer: TransformerEncoderLayer, conditioning: Conditioning | None, index: int) -> None:
+        layer.attn = adopt(SpectralMultiheadAttention, layer.attn)
+        condition_qkv(layer.attn, conditioning)
 
     def _tokens(self) -> list[nn.Parameter]:
         tokens = (getattr(self, name, None) for name in TOKENS)
@@ -199,14 +172,16 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
             sizes = f"{tuple(loaded.shape)} on grid {grid} to {tuple(self.pos_embed.shape)} on grid {own_grid}"
             print_log(f"{name} of the checkpoint fitted from {sizes}.", "current")
 
-    def _drop_unused(self, state_dict: dict, prefix: str, *args) -> None:
-        """Take out what a larger form of this model has and this one does not."""
-        unused = [f"{prefix}{name}" for name in TOKENS if getattr(self, name, None) is None]
-        blocks = f"{prefix}layers."
-        for name in list(state_dict):
-            later = name.startswith(blocks) and int(name[len(blocks) :].split(".")[0]) >= len(self.layers)
-            if later or name in unused or (name.startswith(f"{prefix}ln1.") and not self.final_norm):
-                del state_dict[name]
+    def is_cut(self, name: str) -> bool:
+        head, _, rest = name.partition(".")
+        later = head == "layers" and int(rest.partition(".")[0]) >= len(self.layers)
+        return (
+            later or (head in TOKENS and getattr(self, head, None) is None) or (head == "ln1" and not self.final_norm)
+        )
+
+
+class RecomputedEncoderLayer(Recomputed, TransformerEncoderLayer):
+    pass
 
 
 def _write_grid(module: SpectralViT, state_dict: dict, prefix: str, local_metadata: dict) -> None:

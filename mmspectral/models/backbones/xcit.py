@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 
 import torch
-from mmpretrain.models.backbones.xcit import XCiT
+from mmpretrain.models.backbones.xcit import ClassAttentionBlock, XCABlock, XCiT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmspectral.layers import build_conditioning
+from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.xca import SpectralXCA, condition_class_attention
-from mmspectral.models.norm import usable_norm_cfg
-from mmspectral.models.sites import ConditionedBackbone, freeze, resolve_indices, validate_conditioning
+from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices, usable_norm_cfg
 from mmspectral.registry import MODELS
 
 # Published sizes. Widths, heads and layer scale: facebookresearch/xcit, xcit.py. Drop path: its detection
@@ -89,7 +90,8 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         init_cfg: dict | None = None,
         **kwargs,
     ) -> None:
-        validate_conditioning(conditioning, class_attention_conditioning)
+        conditioning = build_conditioning(conditioning)
+        class_attention_conditioning = build_conditioning(class_attention_conditioning)
         kwargs = _arch_settings(arch, patch_size, kwargs)
         depth = kwargs["depth"]
         out_indices = _resolve_indices(out_indices, out_type, depth, kwargs.get("cls_attn_layers", 2))
@@ -117,11 +119,16 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             self.register_buffer("cls_token", torch.zeros(1, 1, self.embed_dims), persistent=False)
         if self.use_pos_embed:
             self.pos_embed.token_projection.register_forward_pre_hook(_in_dtype_of_weight)
-        for block in self.xca_layers:
-            block.attn = SpectralXCA.from_stock(block.attn, conditioning)
+        if not hasattr(self, "norm"):
+            self.norm = nn.Identity()  # mmpretrain's forward calls it
+        for i, block in enumerate(self.xca_layers):
+            block.attn = adopt(SpectralXCA, block.attn)
+            condition_qkv(block.attn, conditioning)
+            if with_cp:
+                self.xca_layers[i] = adopt(RecomputedXCABlock, block)
         for block in self.ca_layers:
             condition_class_attention(block.attn, class_attention_conditioning)
-        self.warn_if_saturated()
+        self.finish([self.ca_layers], RecomputedClassAttentionBlock)
 
     @property
     def out_channels(self) -> list[int]:
@@ -140,26 +147,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             ValueError: Training batch norm on a single position.
         """
         self._check_batch_norm_input(x)
-        B = x.shape[0]
-        x, (Hp, Wp) = self.patch_embed(x)  # [B, N, D]
-        if self.use_pos_embed:
-            x = x + self.pos_embed(B, Hp, Wp).reshape(B, -1, x.size(1)).permute(0, 2, 1)
-        x = self.pos_drop(x)
-
-        outs = []
-        for i, block in enumerate(self.xca_layers):
-            x = self.run_block(block, x, Hp, Wp)
-            if i in self.out_indices:
-                outs.append(self._format_output(x, (Hp, Wp), False))
-        if not self.dense:
-            x = torch.cat((self.cls_token.expand(B, -1, -1), x), dim=1)  # [B, 1 + N, D]
-            for i, block in enumerate(self.ca_layers, start=len(self.xca_layers)):
-                x = self.run_block(block, x)
-                if i == self.num_layers - 1 and hasattr(self, "norm"):
-                    x = self.norm(x)
-                if i in self.out_indices:
-                    outs.append(self._format_output(x, (Hp, Wp), True))
-        return tuple(outs)
+        return super().forward(x)
 
     def train(self, mode: bool = True) -> "SpectralXCiT":
         """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
@@ -201,7 +189,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         freeze([*stem, *[*self.xca_layers, *self.ca_layers][:n]])
         if not self.dense and n > len(self.xca_layers):
             self.cls_token.requires_grad = False
-        if n >= self.num_layers and hasattr(self, "norm"):
+        if n >= self.num_layers:
             freeze([self.norm])
 
     def _check_batch_norm_input(self, x: Tensor) -> None:
@@ -213,15 +201,20 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
                 "use a larger image, a larger batch, or norm_eval=True."
             )
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        if self.dense:
-            dropped = (f"{prefix}cls_token", f"{prefix}ca_layers.", f"{prefix}norm.")
-            blocks = f"{prefix}xca_layers."
-            for name in list(state_dict):
-                later = name.startswith(blocks) and int(name[len(blocks) :].split(".")[0]) >= len(self.xca_layers)
-                if name.startswith(dropped) or later:
-                    del state_dict[name]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def is_cut(self, name: str) -> bool:
+        if not self.dense:
+            return False
+        head, _, rest = name.partition(".")
+        later = head == "xca_layers" and int(rest.partition(".")[0]) >= len(self.xca_layers)
+        return later or head in ("cls_token", "ca_layers", "norm")
+
+
+class RecomputedXCABlock(Recomputed, XCABlock):
+    pass
+
+
+class RecomputedClassAttentionBlock(Recomputed, ClassAttentionBlock):
+    pass
 
 
 def _in_dtype_of_weight(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

@@ -6,7 +6,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmspectral.models.norm import usable_norm_cfg
+from mmspectral.models.sites import usable_norm_cfg
 from mmspectral.registry import MODELS
 
 
