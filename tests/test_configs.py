@@ -362,7 +362,7 @@ def test_custom_classes_reach_both_heads():
 
 @EVERY
 def test_pipeline_of_each_child_is_the_one_the_loader_uses(name):
-    """users.md B7: a child that changes ``train_pipeline`` must change the dataloader's."""
+    """A child that changes ``train_pipeline`` must change the dataloader's."""
     cfg = load(name)
     dataset = cfg.train_dataloader.dataset
     dataset = dataset.get("dataset", dataset)
@@ -370,7 +370,6 @@ def test_pipeline_of_each_child_is_the_one_the_loader_uses(name):
 
 
 def test_config_path_works_from_any_directory_and_says_what_there_is(tmp_path):
-    """users.md B3."""
     result = subprocess.run(
         [sys.executable, "-c", f"import mmspectral; print(mmspectral.config_path({NAMES[0]!r}))"],
         capture_output=True,

@@ -33,7 +33,6 @@ def test_spectrum_of_known_matrices():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_rank_deficient_and_non_finite_matrices_have_no_kappa(dtype):
-    """users.md C12."""
     singular = spectrum(torch.ones(6, 4, dtype=dtype))
     assert singular.rank_deficient and singular.sigma_max == pytest.approx(24**0.5)
     assert spectrum(torch.zeros(3, 3, dtype=dtype)).rank_deficient
