@@ -17,15 +17,6 @@ BARE = ("-S", "-c")
 
 
 @pytest.fixture
-def fake_mmcv(tmp_path):
-    """An mmcv without anything in it; tests put a ``_ext`` beside its ``__init__.py``."""
-    package = tmp_path / "site" / "mmcv"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    return package
-
-
-@pytest.fixture
 def stand_in():
     """The stand-in as a module of its own, so that it is tested beside a compiled extension too."""
     finder = mmcv_ops.TorchvisionExtensionFinder()
