@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from torch import Tensor
 
 from mmspectral import ops
-from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from mmspectral.ops import ProjectionLayout
 
 SCALES = (10.0, 10.0, 10.0)
