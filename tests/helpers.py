@@ -95,3 +95,11 @@ def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[
     )
     (folder / "annotations.json").write_text(json.dumps(content))
     return folder / "annotations.json"
+
+
+def assert_rounded_once(actual, exact, slack: float = 1e-6) -> None:
+    """Assert that a half-precision tensor is a float64 one rounded once, but for the error of float32 arithmetic."""
+    import torch
+
+    error = (actual.double().cpu() - exact).abs()
+    assert (error <= torch.finfo(actual.dtype).eps / 2 * exact.abs() + slack).all()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -40,13 +40,12 @@ VALUES |= st.dictionaries(WORDS | st.just(3), NUMBERS, max_size=3)
 
 
 def budget(examples):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+def few_or(many, few):
+    """Few examples, and in the slow tests many."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def error_of_ours(error, *names):
@@ -83,17 +82,9 @@ def a_working_projection_or_an_error_of_ours(config):
     assert y.isfinite().all()
 
 
-@budget(150)
-@given(config=conditioning_settings())
-def test_conditioning_settings(config):
-    a_working_projection_or_an_error_of_ours(config)
-
-
-@pytest.mark.slow
-@budget(2000)
-@given(config=conditioning_settings())
-def test_many_conditioning_settings(config):
-    a_working_projection_or_an_error_of_ours(config)
+@few_or(2000, few=150)
+def test_conditioning_settings(examples):
+    budget(examples)(given(conditioning_settings())(a_working_projection_or_an_error_of_ours))()
 
 
 @budget(60)
@@ -139,20 +130,15 @@ def test_kernel_settings(config):
 def backbone(name):
     """A tiny backbone with dense outputs, and the strides of its maps."""
     torch.manual_seed(0)
-    conditioning = dict(type="IdentityCorrection", scale=1.0)
+    settings = dict(out_indices=(0, 1), conditioning=dict(type="IdentityCorrection", scale=1.0))
+    if name in ("swin", "davit"):
+        family = dict(swin=SpectralSwin, davit=SpectralDaViT)[name]
+        return family(dict(embed_dims=8, depths=[1, 1], num_heads=[1, 2]), window_size=4, **settings).eval(), (4, 8)
+    settings.update(patch_size=8, out_type="featmap")
     if name == "xcit":
-        arch = dict(embed_dims=16, depth=2, num_heads=2)
-        return SpectralXCiT(
-            arch, patch_size=8, out_type="featmap", out_indices=(0, 1), conditioning=conditioning
-        ).eval(), (8, 8)
-    if name == "vit":
-        arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
-        return SpectralViT(
-            arch, img_size=32, patch_size=8, out_type="featmap", out_indices=(0, 1), conditioning=conditioning
-        ).eval(), (8, 8)
-    arch = dict(embed_dims=8, depths=[1, 1], num_heads=[1, 2])
-    family = dict(swin=SpectralSwin, davit=SpectralDaViT)[name]
-    return family(arch, window_size=4, out_indices=(0, 1), conditioning=conditioning).eval(), (4, 8)
+        return SpectralXCiT(dict(embed_dims=16, depth=2, num_heads=2), **settings).eval(), (8, 8)
+    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
+    return SpectralViT(arch, img_size=32, **settings).eval(), (8, 8)
 
 
 @budget(40)
@@ -170,8 +156,8 @@ def test_image_sizes(name, size):
         return
     for found, stride in zip(maps, strides, strict=True):
         assert found.isfinite().all()
-        assert all(side in (length // stride, -(-length // stride)) for side, length in zip(
-            found.shape[2:], size, strict=True))  # fmt: skip
+        for side, length in zip(found.shape[2:], size, strict=True):
+            assert side in (length // stride, -(-length // stride))
 
 
 def tiny_model():
@@ -211,22 +197,13 @@ def damaged(data, form):
     return bytes(content)
 
 
-FORMS = pytest.mark.parametrize(("form", "suffix"), [("zip", "pth"), ("old", "pth"), ("safetensors", "safetensors")])
+@few_or(1000, few=60)
+@pytest.mark.parametrize(("form", "suffix"), [("zip", "pth"), ("old", "pth"), ("safetensors", "safetensors")])
+def test_damaged_checkpoints(form, suffix, tmp_path, examples):
+    def check(data):
+        a_loaded_model_or_an_error_of_ours(damaged(data, form), tmp_path / f"weights.{suffix}")
 
-
-@FORMS
-@budget(60)
-@given(data=st.data())
-def test_damaged_checkpoints(form, suffix, data, tmp_path):
-    a_loaded_model_or_an_error_of_ours(damaged(data, form), tmp_path / f"weights.{suffix}")
-
-
-@pytest.mark.slow
-@FORMS
-@budget(1000)
-@given(data=st.data())
-def test_many_damaged_checkpoints(form, suffix, data, tmp_path):
-    a_loaded_model_or_an_error_of_ours(damaged(data, form), tmp_path / f"weights.{suffix}")
+    budget(examples)(given(st.data())(check))()
 
 
 class Call:

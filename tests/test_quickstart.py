@@ -1,7 +1,6 @@
 """The quick-start model through every command line: ours, mmdet's, one process and several."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from mmspectral.compat.__main__ import FILE_NAME, LINE
+from tests.helpers import DATA, QUICKSTART, ROOT, TINY, TOOLS, environment, output_of
 
-ROOT = Path(__file__).resolve().parents[1]
-PROBE = ROOT / "tests" / "data" / "rank_probe"
+PROBE = DATA / "rank_probe"
 MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 
 
@@ -42,16 +41,12 @@ def test_checkpoint_is_safe_to_load_and_says_it_is_conditioned(trained_quickstar
 
 
 @pytest.mark.parametrize("tools", ["ours", "mmdet"])
-def test_testing_gives_the_metrics_of_training(
-    tools, run_command, trained_quickstart, quickstart_config, tiny_options, tmp_path
-):
+def test_testing_gives_the_metrics_of_training(tools, trained_quickstart, tmp_path):
     """Our tools/test.py, and mmdet's own with the operators that ``python -m mmspectral.compat install`` provides."""
-    folder = ROOT / "tools" if tools == "ours" else MMDET_TOOLS
-    run_command(
+    folder = TOOLS if tools == "ours" else MMDET_TOOLS
+    output_of(
         *host_python(tools, folder / "test.py", tmp_path),
-        quickstart_config,
-        trained_quickstart / "epoch_1.pth",
-        *("--work-dir", tmp_path, "--cfg-options", *tiny_options),
+        *(QUICKSTART, trained_quickstart / "epoch_1.pth", "--work-dir", tmp_path, "--cfg-options", *TINY),
     )
     report = json.loads(next(tmp_path.glob("*/*.json")).read_text())
     expected = metrics_of(trained_quickstart)
@@ -59,12 +54,9 @@ def test_testing_gives_the_metrics_of_training(
         assert report[name] == expected[name]
 
 
-def test_mmdets_own_train_script(run_command, quickstart_config, tiny_options, tmp_path):
-    run_command(
-        *host_python("mmdet", MMDET_TOOLS / "train.py", tmp_path),
-        quickstart_config,
-        *("--work-dir", tmp_path, "--cfg-options", *tiny_options),
-    )
+def test_mmdets_own_train_script(tmp_path):
+    script = host_python("mmdet", MMDET_TOOLS / "train.py", tmp_path)
+    output_of(*script, QUICKSTART, "--work-dir", tmp_path, "--cfg-options", *TINY)
     assert "coco/segm_mAP" in metrics_of(tmp_path)
 
 
@@ -80,10 +72,10 @@ def host_python(tools, script, tmp_path):
 
 
 @pytest.fixture
-def probed_config(quickstart_config, tmp_path):
+def probed_config(tmp_path):
     path = tmp_path / "probed.py"
     path.write_text(
-        f"_base_ = {str(quickstart_config)!r}\n"
+        f"_base_ = {str(QUICKSTART)!r}\n"
         "custom_imports = dict(imports=['rank_probe'])\n"
         "custom_hooks = [dict(type='mmengine.WriteRankState')]\n"
     )
@@ -101,28 +93,29 @@ def check_ranks(work_dir):
         assert torch.equal(value, ranks[1]["parameters"][name]), name
 
 
-def test_two_ranks_train_and_end_equal(run_command, probed_config, tiny_options, tmp_path):
-    """users.md D4 and E11 on the detector; SyncBN in the config becomes BN (E5, with a process group)."""
-    output = run_command(
-        *("bash", ROOT / "tools" / "dist_train.sh", probed_config, 2),
-        *("--work-dir", tmp_path, "--cfg-options", *tiny_options),
-        path=[PROBE],
-    )
+def launch(config, ranks, work_dir):
+    return ["bash", TOOLS / "dist_train.sh", config, ranks, "--work-dir", work_dir, "--cfg-options", *TINY]
+
+
+def test_two_ranks_train_and_end_equal(probed_config, tmp_path):
+    """Also, SyncBN in the config becomes BN."""
+    output = output_of(*launch(probed_config, 2, tmp_path), path=[ROOT, PROBE])
     check_ranks(tmp_path)
     assert output.count("coco/bbox_mAP:") == 1
 
 
 @pytest.mark.slow
-def test_two_machines_train_and_end_equal(probed_config, tiny_options, tmp_path):
+def test_two_machines_train_and_end_equal(probed_config, tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    command = ["bash", str(ROOT / "tools" / "dist_train.sh"), str(probed_config), "1"]
-    command += ["--work-dir", str(tmp_path), "--cfg-options", *tiny_options]
-    environment = {**os.environ, "NNODES": "2", "PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROBE)}
-    environment["MMSPECTRAL_PYTHON"] = sys.executable
     machines = [
-        subprocess.Popen(command, env={**environment, "NODE_RANK": str(node)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            list(map(str, launch(probed_config, 1, tmp_path))),
+            env=environment([PROBE], NNODES=2, PORT=port, NODE_RANK=node),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for node in (0, 1)
     ]
     for machine in machines:

@@ -1,8 +1,7 @@
 """mmcv's operators on torchvision, with the calling conventions of its compiled extension.
 
-What Mask R-CNN, one-stage detectors, deformable DETRs and Mask2Former need (multi-scale deformable attention lies in
-:mod:`mmspectral.compat.deformable_ops`); any other operator raises when it is called. Half-precision inputs are
-computed in float32 and rounded once: torchvision's CPU kernels refuse bfloat16.
+What Mask R-CNN, one-stage detectors, deformable DETRs and Mask2Former need; any other operator raises when it is
+called. Half-precision inputs are computed in float32 and rounded once: torchvision's CPU kernels refuse bfloat16.
 """
 
 from collections.abc import Callable
@@ -11,9 +10,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor
-
-from mmspectral.compat.deformable_ops import ms_deform_attn_backward, ms_deform_attn_forward
-from mmspectral.compat.precision import at_least_float32
 
 __all__ = [
     "get_compiler_version",
@@ -75,7 +71,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
         iou_threshold: A box is dropped when its IoU with a kept one is above it.
         offset: 0, or 1 if x2 and y2 are the last pixels inside a box.
     """
-    boxes, scores = _with_offset(at_least_float32(boxes), offset), at_least_float32(scores)
+    boxes, scores = _with_offset(_at_least_float32(boxes), offset), _at_least_float32(scores)
     # mmcv compares in the precision of the boxes: an IoU of 0.1 is not above a threshold of 0.1.
     threshold = torch.tensor(iou_threshold, dtype=boxes.dtype).item()
     return torchvision.ops.nms(boxes, scores, threshold)
@@ -108,7 +104,7 @@ def softnms(
     Returns:
         Indices of the kept boxes, in the order of the rows of ``dets``.
     """
-    corners, left = _with_offset(at_least_float32(boxes), offset), at_least_float32(scores).clone()
+    corners, left = _with_offset(_at_least_float32(boxes), offset), _at_least_float32(scores).clone()
     waiting = torch.arange(len(boxes), device=boxes.device)
     kept: list[Tensor] = []
     while waiting.numel():
@@ -163,7 +159,7 @@ def roi_align_forward(
     """
     _require_average(pool_mode)
     size = (aligned_height, aligned_width)
-    output.copy_(_roi_align(at_least_float32(input), rois, size, spatial_scale, sampling_ratio, aligned))
+    output.copy_(_roi_align(_at_least_float32(input), rois, size, spatial_scale, sampling_ratio, aligned))
 
 
 def roi_align_backward(
@@ -188,11 +184,11 @@ def roi_align_backward(
     # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
     # function costs a forward pass, but its backward kernel refuses to run on CUDA under
     # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
-    features = at_least_float32(grad_input).detach().requires_grad_()
+    features = _at_least_float32(grad_input).detach().requires_grad_()
     with torch.enable_grad():
         size = (aligned_height, aligned_width)
         pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, aligned)
-    grad_input.add_(torch.autograd.grad(pooled, features, at_least_float32(grad_output))[0])
+    grad_input.add_(torch.autograd.grad(pooled, features, _at_least_float32(grad_output))[0])
 
 
 def sigmoid_focal_loss_forward(
@@ -203,17 +199,75 @@ def sigmoid_focal_loss_forward(
     A label outside 0..C-1 makes its row background. ``weight`` is empty or
     holds one factor per class; background has factor 1.
     """
-    output.copy_(_focal_loss(at_least_float32(input), target, weight, gamma, alpha))
+    output.copy_(_focal_loss(_at_least_float32(input), target, weight, gamma, alpha))
 
 
 def sigmoid_focal_loss_backward(
     input: Tensor, target: Tensor, weight: Tensor, grad_input: Tensor, gamma: float, alpha: float
 ) -> None:
     """Write the gradient of the summed :func:`sigmoid_focal_loss_forward` into ``grad_input`` [N, C]."""
-    logits = at_least_float32(input).detach().requires_grad_()
+    logits = _at_least_float32(input).detach().requires_grad_()
     with torch.enable_grad():
         loss = _focal_loss(logits, target, weight, gamma, alpha).sum()
     grad_input.copy_(torch.autograd.grad(loss, logits)[0])
+
+
+def ms_deform_attn_forward(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    im2col_step: int,
+) -> Tensor:
+    """Return multi-scale deformable attention (arXiv 2010.04159), [B, queries, heads * d].
+
+    It runs on mmcv's own PyTorch code, which mmcv itself takes on the CPU.
+
+    Args:
+        value: [B, sum of H * W, heads, d], level after level.
+        value_spatial_shapes: H, W of each level, [levels, 2].
+        value_level_start_index: Unused: follows from the shapes.
+        sampling_locations: x, y in [0, 1], [B, queries, heads, levels, points, 2].
+        attention_weights: [B, queries, heads, levels, points].
+        im2col_step: Unused: images per step of mmcv's kernel.
+    """
+    return _ms_deform_attn(value, value_spatial_shapes, sampling_locations, attention_weights).to(value.dtype)
+
+
+def ms_deform_attn_backward(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    grad_output: Tensor,
+    grad_value: Tensor,
+    grad_sampling_loc: Tensor,
+    grad_attn_weight: Tensor,
+    im2col_step: int,
+) -> None:
+    """Add the gradients of :func:`ms_deform_attn_forward`, those of a second forward pass, to the ``grad_`` tensors."""
+    inputs = (value, sampling_locations, attention_weights)
+    leaves = [_at_least_float32(tensor).detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        output = _ms_deform_attn(leaves[0], value_spatial_shapes, *leaves[1:])
+    gradients = torch.autograd.grad(output, leaves, _at_least_float32(grad_output))
+    for total, gradient in zip((grad_value, grad_sampling_loc, grad_attn_weight), gradients, strict=True):
+        total.add_(gradient)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a half-precision tensor in float32, any other as it is."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _ms_deform_attn(value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch  # imports mmcv._ext, this module
+
+    return multi_scale_deformable_attn_pytorch(
+        _at_least_float32(value), shapes, _at_least_float32(locations), _at_least_float32(weights)
+    )
 
 
 def _roi_align(
@@ -233,7 +287,7 @@ def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, al
     if weight.numel():
         # The background row of weight is the last one, where -1 and C both lead.
         rows = torch.where(positive.any(dim=1), target, -1)
-        loss = loss * F.pad(at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
+        loss = loss * F.pad(_at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
     return loss
 
 

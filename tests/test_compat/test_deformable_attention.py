@@ -8,6 +8,7 @@ import torch
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
 
 from mmspectral.compat import mmcv_ops_backend, torchvision_ops
+from tests.helpers import assert_rounded_once
 
 SHAPES = [(4, 6), (3, 2), (1, 1)]
 B, QUERIES, HEADS, D, POINTS = 2, 3, 2, 4, 2
@@ -68,10 +69,14 @@ def run(operators, value, locations, weights, grad_output, device="cpu"):
     return [output, *grads]
 
 
+def assert_close(results, wanted):
+    for actual, exact in zip(results, wanted, strict=True):
+        torch.testing.assert_close(actual.double().cpu(), exact, rtol=1e-4, atol=1e-4)
+
+
 def test_values_and_gradients(device):
     tensors = problem()
-    for actual, wanted in zip(run(torchvision_ops, *tensors, device), expected(*tensors), strict=True):
-        torch.testing.assert_close(actual.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
+    assert_close(run(torchvision_ops, *tensors, device), expected(*tensors))
 
 
 @pytest.mark.gpu
@@ -80,8 +85,7 @@ def test_compiled_operator_answers_to_the_same_reference():
     import mmcv._ext
 
     tensors = problem()
-    for actual, wanted in zip(run(mmcv._ext, *tensors, "cuda"), expected(*tensors), strict=True):
-        torch.testing.assert_close(actual.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
+    assert_close(run(mmcv._ext, *tensors, "cuda"), expected(*tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -89,8 +93,7 @@ def test_half_precision_is_rounded_once(device, dtype):
     tensors = problem(dtype)
     for actual, wanted in zip(run(torchvision_ops, *tensors, device), expected(*tensors), strict=True):
         assert actual.dtype == dtype
-        error = (actual.double().cpu() - wanted).abs()
-        assert (error <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-4).all()
+        assert_rounded_once(actual, wanted, slack=1e-4)
 
 
 def test_through_the_function_that_mmcv_uses_on_cuda():
@@ -104,9 +107,8 @@ def test_through_the_function_that_mmcv_uses_on_cuda():
     starts = torch.cat((shapes.new_zeros(1), shapes.prod(1).cumsum(0)[:-1]))
     output = MultiScaleDeformableAttnFunction.apply(leaves[0], shapes, starts, *leaves[1:], 64)
     output.backward(grad_output.to(device))
-    actual = [output.detach(), *(leaf.grad for leaf in leaves)]
-    for ours, wanted in zip(actual, expected(value, locations, weights, grad_output), strict=True):
-        torch.testing.assert_close(ours.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
+    results = [output.detach(), *(leaf.grad for leaf in leaves)]
+    assert_close(results, expected(value, locations, weights, grad_output))
 
 
 def test_the_layer_of_mmcv_runs(device):

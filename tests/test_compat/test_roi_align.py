@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmspectral.compat import torchvision_ops
+from tests.helpers import assert_rounded_once
 
 SIZE = (3, 2)
 # Index into the batch, x1, y1, x2, y2 in the image: inside, partly and wholly outside, narrower than a pixel, empty.
@@ -118,8 +119,7 @@ def test_half_precision_is_rounded_once(device, features, dtype):
     backward(torchvision_ops, grad_output.to(device), rois.to(device), grad_input)
     for actual, wanted in ((pooled, expected.detach()), (grad_input, exact.grad)):
         assert actual.dtype == dtype
-        error = (actual.double().cpu() - wanted).abs()
-        assert (error <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-5).all()
+        assert_rounded_once(actual, wanted, slack=1e-5)
 
 
 def test_gradient_is_added(device, features):

@@ -1,18 +1,15 @@
-"""tools/check_env.py names what is missing, why that matters, and the command that mends it (users.md E21)."""
+"""tools/check_env.py names what is missing, why that matters, and the command that installs it."""
 
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CHECK_ENV = ROOT / "tools" / "check_env.py"
+from tests.helpers import ROOT, TOOLS, run
 
+CHECK_ENV = TOOLS / "check_env.py"
 # Python imports sitecustomize from PYTHONPATH before the script: what it hides is hidden from the whole process.
 HIDE = """
 import importlib.machinery, importlib.metadata, json, os, sys
@@ -40,48 +37,6 @@ def version(name):
     return real_version(name)
 importlib.metadata.version = version
 """
-
-
-@pytest.fixture
-def environment():
-    spec = importlib.util.spec_from_file_location("environment_under_test", ROOT / "mmspectral/compat/environment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def python_without(tmp_path):
-    """Run this interpreter without some packages, and always without mmcv's compiled extension."""
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
-
-    def run(*command, modules=(), distributions=()):
-        hidden = {"modules": list(modules), "distributions": list(distributions)}
-        path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        env = {**os.environ, "PYTHONPATH": path, "HIDDEN": json.dumps(hidden)}
-        done = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout
-
-    return run
-
-
-@pytest.fixture
-def installed(environment, monkeypatch):
-    """Pretend that exactly these distributions are installed."""
-
-    def pretend(versions):
-        def version(name):
-            if name in versions:
-                return versions[name]
-            raise importlib.metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        return environment
-
-    return pretend
-
-
 ONEDL = {
     "torch": "2.14.1+cu130",
     "torchvision": "0.29.1",
@@ -101,8 +56,50 @@ OPENMMLAB = {
 }
 
 
+@pytest.fixture
+def environment():
+    spec = importlib.util.spec_from_file_location("environment_under_test", ROOT / "mmspectral/compat/environment.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def python_without(tmp_path):
+    """Run check_env.py without some packages, and always without mmcv's compiled extension."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+
+    def check(*arguments, modules=(), distributions=()):
+        hidden = json.dumps({"modules": list(modules), "distributions": list(distributions)})
+        done = run(sys.executable, CHECK_ENV, *arguments, path=(tmp_path, ROOT), HIDDEN=hidden)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout
+
+    return check
+
+
+@pytest.fixture
+def installed(environment, monkeypatch):
+    """Pretend that exactly these distributions are installed."""
+
+    def pretend(versions):
+        def version(name):
+            if name in versions:
+                return versions[name]
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        return environment
+
+    return pretend
+
+
 def problems(findings):
     return {f.subject: f for f in findings if f.level != "ok"}
+
+
+def without(versions, *names):
+    return {name: version for name, version in versions.items() if name not in names}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ def problems(findings):
     [
         ONEDL,
         OPENMMLAB,
-        {**{k: v for k, v in OPENMMLAB.items() if k != "mmcv"}, "mmcv-lite": "2.1.0"},
+        {**without(OPENMMLAB, "mmcv"), "mmcv-lite": "2.1.0"},
         {**ONEDL, "torch": "2.15.0.dev20260901+cu130"},
     ],
     ids=["onedl", "openmmlab", "mmcv-lite", "nightly torch"],
@@ -120,26 +117,21 @@ def test_each_supported_set_is_accepted(installed, versions):
 
 
 @pytest.mark.parametrize(
-    ("versions", "name", "version"),
+    ("versions", "name", "remedy"),
     [
-        ({**ONEDL, "torch": "2.3.1"}, "torch", "2.3.1"),
-        # mmdet 3.3.0 refuses mmcv 2.2.0 when it is imported.
-        ({**OPENMMLAB, "mmcv": "2.2.0"}, "mmcv", "2.2.0"),
-        # mmengine 0.10 imports pkg_resources.
-        ({**OPENMMLAB, "setuptools": "82.0"}, "setuptools", "82.0"),
+        ({**ONEDL, "torch": "2.3.1"}, "torch", "-m pip install 'torch>=2.4'"),
+        # mmdet 3.3.0 refuses mmcv 2.2.0 when it is imported, and mmengine 0.10 imports pkg_resources.
+        ({**OPENMMLAB, "mmcv": "2.2.0"}, "mmcv", "-m pip install 'mmcv"),
+        ({**OPENMMLAB, "setuptools": "82.0"}, "setuptools", "-m pip install 'setuptools<82'"),
+        # Together with the torch that is there.
+        (without(ONEDL, "torchvision"), "torchvision", "torch==2.14.1+cu130"),
     ],
 )
-def test_version_outside_its_range_is_reported(installed, versions, name, version):
+def test_a_version_that_is_missing_or_outside_its_range_is_reported(installed, versions, name, remedy):
     (finding,) = problems(installed(versions).check_versions()).values()
     assert (finding.level, finding.subject) == ("error", name)
-    assert f"{version} is installed" in finding.detail
-    assert f"-m pip install '{name}" in finding.remedy
-
-
-def test_missing_torchvision_is_asked_for_with_the_torch_that_is_there(installed):
-    versions = {k: v for k, v in ONEDL.items() if k != "torchvision"}
-    (finding,) = problems(installed(versions).check_versions()).values()
-    assert "torch==2.14.1+cu130" in finding.remedy
+    assert versions.get(name, "not installed") in finding.detail
+    assert remedy in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -165,43 +157,34 @@ def test_one_family_can_be_asked_for(installed, versions, family, missing):
 
 def test_both_families_give_a_warning_that_removes_both(installed):
     found = problems(installed({**OPENMMLAB, **ONEDL, "setuptools": "81.0"}).check_versions())
-    assert list(found) == ["families"]
-    assert found["families"].level == "warning"
+    assert [(name, finding.level) for name, finding in found.items()] == [("families", "warning")]
     removal, _, installation = found["families"].remedy.partition(" && ")
-    for name in ("mmcv", "mmdet", "mmengine", "mmpretrain", "onedl-mmcv", "onedl-mmdetection"):
-        assert name in removal.split()
-    assert "onedl-mmcv>=2.3.6" in installation
-    assert " 'mmcv" not in installation
-
-
-def test_test_tools_are_asked_for_only_when_wanted(installed):
-    environment = installed(ONEDL)
-    assert "pytest" not in problems(environment.check_versions())
-    assert "pytest" in problems(environment.check_versions(tests=True))
+    assert {"mmcv", "mmdet", "mmengine", "mmpretrain", "onedl-mmcv", "onedl-mmdetection"} <= set(removal.split())
+    assert "onedl-mmcv>=2.3.6" in installation and " 'mmcv" not in installation
 
 
 @pytest.mark.parametrize("family", ["onedl", "openmmlab"])
-def test_the_constraints_satisfy_the_requirements(installed, family):
-    files = [ROOT / "tools" / name for name in ("constraints.txt", f"constraints-{family}.txt")]
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    pins = dict(line.split(" ;")[0].split("==") for line in lines if line and not line.startswith("#"))
+def test_the_constraints_satisfy_the_requirements_of_the_tests(installed, family):
+    assert "pytest" in problems(installed(ONEDL).check_versions(tests=True))
+    lines = [
+        line.partition(" ;")[0]
+        for name in ("constraints.txt", f"constraints-{family}.txt")
+        for line in (TOOLS / name).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    pins = dict(line.split("==") for line in lines)
     assert problems(installed(pins).check_versions(tests=True, family=family)) == {}
 
 
 def test_versions_only_is_silent_when_all_is_there_and_imports_no_torch(python_without):
     # torch cannot be imported here, and is not missed: its metadata says that it is installed.
-    assert python_without(CHECK_ENV, "--versions-only", "--tests", modules=["torch"]) == (0, "")
-
-
-def test_versions_only_fails_on_what_is_missing(python_without):
-    status, output = python_without(CHECK_ENV, "--versions-only", distributions=["onedl-mmcv", "mmcv", "mmcv-lite"])
-    assert status == 1
-    assert "not installed" in output
-    assert output.count("mend: ") == 1
+    assert python_without("--versions-only", "--tests", modules=["torch"]) == (0, "")
+    status, output = python_without("--versions-only", distributions=["onedl-mmcv", "mmcv", "mmcv-lite"])
+    assert status == 1 and "not installed" in output and output.count("remedy: ") == 1
 
 
 def test_complete_environment_can_run_mask_rcnn(python_without):
-    status, output = python_without(CHECK_ENV)
+    status, output = python_without()
     assert status == 0, output
     assert output.endswith("Mask R-CNN can run here: yes\n")
     assert "mmcv.ops: torchvision stands in for mmcv._ext" in output
@@ -209,32 +192,18 @@ def test_complete_environment_can_run_mask_rcnn(python_without):
     assert "error" not in output
 
 
-def test_without_torchvision_and_without_extension(python_without):
-    status, output = python_without(CHECK_ENV, modules=["torchvision"], distributions=["torchvision"])
-    assert status == 1
-    assert "error   torchvision: not installed" in output
-    assert "-m pip install 'torchvision>=0.19' torch==" in output
-    assert output.endswith("Mask R-CNN can run here: no\n")
-
-
-def test_without_torch_the_report_still_comes(python_without):
-    status, output = python_without(CHECK_ENV, modules=["torch"], distributions=["torch"])
-    assert status == 1
-    assert "error   torch: not installed" in output
-    assert "not tried: torch cannot be imported" in output
-
-
-def test_installed_but_broken_mmdet_is_an_error(python_without):
-    status, output = python_without(CHECK_ENV, modules=["pycocotools"])
-    assert status == 1
-    assert "error   import mmdet.models: ModuleNotFoundError: No module named 'pycocotools'" in output
-    assert "mend: " in output
-    assert "-m pip install pycocotools" in output
-
-
-def test_backbones_import_without_the_extension(python_without):
-    code = "from mmspectral.registry import MODELS; print(MODELS.get('mmspectral.SpectralXCiT').__name__)"
-    assert python_without("-c", code) == (0, "SpectralXCiT\n")
+@pytest.mark.parametrize(
+    ("modules", "distributions", "expected"),
+    [
+        (["torchvision"], ["torchvision"], ["torchvision: not installed", "pip install 'torchvision>=0.19' torch=="]),
+        (["torch"], ["torch"], ["torch: not installed", "not tried: torch cannot be imported"]),
+        (["pycocotools"], [], ["import mmdet.models: ModuleNotFoundError", "-m pip install pycocotools"]),
+    ],
+)
+def test_a_missing_package_is_an_error_with_a_remedy(python_without, modules, distributions, expected):
+    status, output = python_without(modules=modules, distributions=distributions)
+    assert status == 1 and output.endswith("Mask R-CNN can run here: no\n")
+    assert f"error   {expected[0]}" in output and expected[1] in output
 
 
 @pytest.mark.parametrize(
@@ -247,9 +216,7 @@ def test_backbones_import_without_the_extension(python_without):
 def test_unusable_operators_are_an_error_with_a_remedy(environment, monkeypatch, backend, words, remedy):
     monkeypatch.setattr("mmspectral.compat.mmcv_ops_backend", lambda: backend)
     (finding,) = environment._check_operators("onedl-mmcv>=2.3.6")
-    assert finding.level == "error"
-    assert words in finding.detail
-    assert remedy in finding.remedy
+    assert finding.level == "error" and words in finding.detail and remedy in finding.remedy
 
 
 def test_operators_that_compute_something_else_are_an_error(environment, monkeypatch):
@@ -258,6 +225,12 @@ def test_operators_that_compute_something_else_are_an_error(environment, monkeyp
     finding = environment._try_operators("cpu", "the remedy")
     assert (finding.level, finding.remedy) == ("error", "the remedy")
     assert "nms kept [0, 0, 0]" in finding.detail
+
+
+@pytest.mark.parametrize(("version", "noted"), [("4.57.1", False), ("5.24.0", True)])
+def test_transformers_5_is_named_as_the_cause_of_missing_multimodal_models(installed, version, noted):
+    findings = installed({**ONEDL, "transformers": version})._check_multimodal()
+    assert [(f.level, f.subject) for f in findings] == [("note", f"transformers {version}")] * noted
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The shell scripts around set-up and launching, with stand-ins for what they start."""
 
+import functools
 import json
 import os
 import shutil
@@ -10,21 +11,10 @@ from pathlib import Path
 import pytest
 
 from mmspectral.compat.environment import family_in_use
+from tests.helpers import ROOT, TOOLS
+from tests.helpers import run as run_command
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tools"
-
-
-def run(*command, **env):
-    clean = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PORT", "NNODES", "GPUS", "SRUN_ARGS")
-        and not key.startswith("MMSPECTRAL_")
-    }
-    return subprocess.run(
-        list(map(str, command)), env={**clean, **{k: str(v) for k, v in env.items()}}, capture_output=True, text=True
-    )
+run = functools.partial(run_command, PYTHONPATH="")
 
 
 def program(path, *lines):
@@ -69,23 +59,31 @@ def unsatisfied(tmp_path):
     return {"VIRTUAL_ENV": tmp_path / "active", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(tmp_path, unsatisfied):
+@pytest.fixture
+def failed_set_up(tmp_path, unsatisfied):
+    """Return a function that runs the set-up of ``tmp_path/venv`` where it fails, and returns what it said."""
+
+    def set_up(**variables):
+        done = run("bash", "-c", SOURCE, **{**dict(MMSPECTRAL_VENV=tmp_path / "venv"), **unsatisfied, **variables})
+        assert done.returncode == 1 and done.stdout == ""
+        return done.stderr
+
+    return set_up
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path, failed_set_up):
     precious = tmp_path / "home" / "thesis.tex"
     precious.parent.mkdir()
     precious.write_text("years of work")
-    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=precious.parent, **unsatisfied)
-    assert done.returncode == 1
-    assert "is not empty and not a virtual environment; set MMSPECTRAL_VENV to another folder" in done.stderr
+    said = failed_set_up(MMSPECTRAL_VENV=precious.parent)
+    assert "is not empty and not a virtual environment; set MMSPECTRAL_VENV to another folder" in said
     assert precious.read_text() == "years of work"
-    assert done.stdout == ""
 
 
-def test_an_active_environment_of_the_other_family_is_not_used(tmp_path, unsatisfied):
+def test_an_active_environment_of_the_other_family_is_not_used(tmp_path, failed_set_up):
     other, folder = ("onedl", "venv") if family_in_use() == "openmmlab" else ("openmmlab", "venv-openmmlab")
-    env = {**unsatisfied, "VIRTUAL_ENV": sys.prefix, "MMSPECTRAL_VENV": tmp_path / "venv", "MMSPECTRAL_STACK": other}
-    done = run("bash", "-c", SOURCE, **env)
-    assert done.returncode == 1
-    assert f"making a virtual environment at {tmp_path / folder} with" in done.stderr
+    said = failed_set_up(VIRTUAL_ENV=sys.prefix, MMSPECTRAL_STACK=other)
+    assert f"making a virtual environment at {tmp_path / folder} with" in said
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_an_unknown_family_is_refused(tmp_path, command, env):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_second_environment_shares_the_torch_of_a_finished_first_one(tmp_path, unsatisfied, finished):
+def test_the_second_environment_shares_the_torch_of_a_finished_first_one(tmp_path, failed_set_up, finished):
     file = Path("lib/python3.11/site-packages/torch/__init__.py")
     first, second = tmp_path / "venv", tmp_path / "venv-openmmlab"
     (first / file).parent.mkdir(parents=True)
@@ -108,39 +106,34 @@ def test_the_second_environment_shares_the_torch_of_a_finished_first_one(tmp_pat
         (first / ".mmspectral-stamp").write_text("")
     site = second / file.parents[1]
     program(tmp_path / "bin" / "python3", f'[[ "$1" != -m ]] || mkdir -p {site}')
-    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=first, MMSPECTRAL_STACK="openmmlab", **unsatisfied)
-    assert done.returncode == 1, "there was no pip to go on with"
+    failed_set_up(MMSPECTRAL_STACK="openmmlab")  # there is no pip to go on with
     assert site.is_dir()
     assert (second / file).exists() == finished
     assert not finished or (second / file).samefile(first / file)
 
 
-def test_missing_venv_module_is_named(tmp_path, unsatisfied):
-    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=tmp_path / "venv", **unsatisfied)
-    assert done.returncode == 1
-    assert "apt-get install python3-venv" in done.stderr
+def test_missing_venv_module_is_named(failed_set_up):
+    assert "apt-get install python3-venv" in failed_set_up()
 
 
-def test_interrupted_set_up_is_made_anew(tmp_path, unsatisfied):
+def test_interrupted_set_up_is_repeated(tmp_path, failed_set_up):
     leftover = tmp_path / "venv" / "lib" / "half-installed"
     leftover.parent.mkdir(parents=True)
     leftover.write_text("")
     (tmp_path / "venv" / ".mmspectral-unfinished").write_text("")
-    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=tmp_path / "venv", **unsatisfied)
-    assert "was interrupted; making it anew" in done.stderr
+    assert "was interrupted; making it again" in failed_set_up()
     assert not leftover.exists()
     assert (tmp_path / "venv" / ".mmspectral-unfinished").exists(), "the next run could not tell that this one failed"
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock, set-ups do not wait for each other")
-def test_only_one_set_up_at_a_time(tmp_path, unsatisfied):
+def test_only_one_set_up_at_a_time(tmp_path, failed_set_up):
     venv = tmp_path / "venv"
     holder = subprocess.Popen(
         ["flock", f"{venv}.lock", "bash", "-c", "echo held; sleep 1.5"], stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout.readline() == "held\n"
-    done = run("bash", "-c", SOURCE, MMSPECTRAL_VENV=venv, **unsatisfied)
-    assert "waiting for another set-up" in done.stderr
+    assert "waiting for another set-up" in failed_set_up()
     assert holder.poll() == 0, "the set-up went on while the lock was held"
 
 
@@ -174,14 +167,9 @@ def test_distributed_launch_on_several_machines(recorder):
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "PORT": "29123"}
     done = run("bash", TOOLS / "dist_train.sh", "config.py", "8", MMSPECTRAL_PYTHON=recorder, **env)
     got = json.loads(done.stdout)
-    options = dict(zip(got[2:-4:2], got[3:-4:2], strict=True))
-    assert options == {
-        "--nnodes": "2",
-        "--nproc-per-node": "8",
-        "--node-rank": "1",
-        "--master-addr": "10.0.0.1",
-        "--master-port": "29123",
-    }
+    names = ("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port")
+    values = ("2", "8", "1", "10.0.0.1", "29123")
+    assert dict(zip(got[2:-4:2], got[3:-4:2], strict=True)) == dict(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize(
