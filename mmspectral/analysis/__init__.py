@@ -1,9 +1,48 @@
-"""Floor 4: reports about trained models."""
+"""Floor 4: instruments for trained and untrained models: spectra, saturation, Jacobian, calibration, complexity.
 
-from mmspectral.analysis.condition_numbers import (
-    ProjectionCondition,
-    plot_projection_conditions,
-    projection_conditions,
-)
+Names are imported when they are first used, so that a hook that reads spectra
+does not load the backbones, matplotlib or jinja2.
+"""
 
-__all__ = ["ProjectionCondition", "plot_projection_conditions", "projection_conditions"]
+import importlib
+
+_NAMES = {
+    "approximation": ("ApproximationError", "approximation_error", "kernel_attention"),
+    "checkpoint_calibration": ("calibrate_checkpoint", "checkpoint_inputs"),
+    "complexity": ("Complexity", "ModelComplexity", "count_complexity", "count_config"),
+    "conditioning_report": ("Subject", "build_model", "collect_report", "measure", "stock_twin"),
+    "dark_calibration": ("CalibratedGeometry", "Fit", "Geometry", "calibrate_geometry", "query_key_moments"),
+    "jacobian": ("HeadJacobian", "JacobianSettings", "head_jacobian", "xca_temperature"),
+    "model_calibration": (
+        "calibratable_kernels",
+        "calibrate_model",
+        "calibration_batches",
+        "calibration_table",
+        "gather_inputs",
+        "see",
+    ),
+    "prediction_sheet": ("draw_prediction_sheet",),
+    "projections": (
+        "AttentionProjection",
+        "ProjectionCondition",
+        "Spectrum",
+        "attention_projections",
+        "plot_projection_conditions",
+        "projection_conditions",
+        "spectrum",
+        "spread",
+    ),
+    "report_page": ("render_report", "verdict"),
+    "run_logs": ("kappa_history", "last_checkpoint", "last_metrics", "run_config", "training_curves"),
+    "saturation": ("largest_scale", "probe_backbone", "saturation_rows", "saturation_table"),
+    "stock_twins": ("FAMILIES", "DenseBackbone"),
+    "tables": ("write_csv",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

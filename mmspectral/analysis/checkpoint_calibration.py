@@ -10,13 +10,14 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
 from torch import nn
 
-from mmspectral.analysis.calibration_images import calibration_batches, see
 from mmspectral.analysis.model_calibration import (
     AttentionInputs,
     LayerCalibration,
     calibratable_kernels,
     calibrate_model,
+    calibration_batches,
     gather_inputs,
+    see,
 )
 from mmspectral.checkpoints.files import Weights, read_checkpoint, write_checkpoint
 from mmspectral.checkpoints.load import fit_to_model

@@ -6,21 +6,30 @@ pretrained weights have, and what the features are to approximate. So the result
 not depend on the order of layers, and errors of one layer are not fitted by the next.
 """
 
-import csv
+import itertools
+import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from mmengine.model import BaseModel
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from mmspectral.analysis.approximation import approximation_error
-from mmspectral.analysis.dark_calibration import DRAWS_OF_NO_LAYER, CalibratedGeometry, Fit, calibrate_geometry
-from mmspectral.analysis.dark_geometry import query_key_moments
+from mmspectral.analysis.dark_calibration import (
+    DRAWS_OF_NO_LAYER,
+    CalibratedGeometry,
+    Fit,
+    calibrate_geometry,
+    query_key_moments,
+)
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import softmax_attention
@@ -170,7 +179,7 @@ def gather_inputs(
     return {name: AttentionInputs(*map(_join, zip(*found, strict=True))) for name, found in parts.items()}
 
 
-def markdown_table(rows: Sequence[LayerCalibration]) -> str:
+def calibration_table(rows: Sequence[LayerCalibration]) -> str:
     """Return one line per layer, and the medians over layers of both errors."""
     lines = [
         "| layer | m | effective rank | condition | error, M = I | error, calibrated | M (heads) |",
@@ -183,14 +192,6 @@ def markdown_table(rows: Sequence[LayerCalibration]) -> str:
     ]
     before, after = (statistics.median(getattr(row, name) for row in rows) for name in ("error_before", "error_after"))
     return "\n".join([*lines, f"| median | | | | {before:.3f} | {after:.3f} | |"])
-
-
-def write_csv(rows: Sequence[LayerCalibration], path: Path) -> None:
-    """Write one line per layer, with the names of the fields of :class:`LayerCalibration`."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(LayerCalibration)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
 
 
 def _calibrate(kernel: RandomFeatureKernel, sample: AttentionInputs, fit: Fit | None, seed: int) -> CalibratedGeometry:
@@ -252,3 +253,42 @@ def _pool(samples: Sequence[AttentionInputs]) -> AttentionInputs:
     return AttentionInputs(
         *(_join([x[:: len(samples)].flatten(0, 1)[:, None] for x in parts]) for parts in zip(*samples, strict=True))
     )
+
+
+def calibration_batches(loader: DataLoader, num_batches: int, batch_size: int, seed: int = 0) -> list:
+    """Return batches of the data set of ``loader``, collated as it does.
+
+    Which images, and their random augmentation, depends on ``seed`` alone. What
+    ``loader`` and this process draw afterwards stays as it is.
+
+    Raises:
+        ValueError: The data set is empty.
+    """
+    if not len(loader.dataset):
+        raise ValueError("the data set to calibrate on is empty.")
+    sampler = RandomSampler(loader.dataset, generator=torch.Generator().manual_seed(seed))
+    batches = DataLoader(loader.dataset, batch_size, sampler=sampler, collate_fn=loader.collate_fn)
+    with _random_numbers(seed):
+        return list(itertools.islice(batches, num_batches))
+
+
+def see(model: BaseModel, batch: dict | tuple | list) -> None:
+    """Run the backbone of a detector or classifier on a batch of its data, without augmentation of batches."""
+    data = model.data_preprocessor(batch, training=False)
+    if hasattr(model, "extract_feat"):
+        model.extract_feat(data["inputs"])  # without heads, which may need ops or boxes that are not there
+    else:
+        model._run_forward(data, mode="tensor")
+
+
+@contextmanager
+def _random_numbers(seed: int) -> Iterator[None]:
+    """Seed python, numpy and torch on the CPU, and leave them as they were."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that transforms draw from
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - as above
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002 - as above

@@ -1,4 +1,4 @@
-"""The q, k and v projections of a model, conditioned or not, and their singular values."""
+"""The q, k and v projections of a model, conditioned or not: singular values and condition numbers."""
 
 import copy
 from collections.abc import Sequence
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.layers import conditioned_projections
 from mmspectral.layers.packed_attention import weight_layouts
+from mmspectral.layers.sites import find_sites
 from mmspectral.ops import ProjectionLayout
-
-# Names under which attention layers hold their projections, and what the rows are.
-STOCK_NAMES = {"qkv": ("q", "k", "v"), "q": ("q",), "k": ("k",), "v": ("v",)}
 
 
 @dataclass(frozen=True)
@@ -118,36 +117,40 @@ def spectrum(matrix: Tensor) -> Spectrum:
 def attention_projections(model: nn.Module) -> dict[str, AttentionProjection]:
     """Return the q, k, v projections of ``model`` by name, in module order.
 
-    These are all modules with a ``weight`` that state a :class:`ProjectionLayout`
-    (every conditioned one), every ``nn.MultiheadAttention`` and, so that a stock
-    twin can be compared, the plain ``nn.Linear``s that a module with an integer
-    ``num_heads`` holds as ``qkv`` (three times as many rows as columns) or as
-    ``q``, ``k`` and ``v``. Their rows are taken as q, k, v one after the other,
-    as ViT, Swin and XCiT have them.
+    These are the modules that state their layout (every conditioned one), the
+    weights of every ``nn.MultiheadAttention`` and, so that a stock twin can be
+    compared, what :func:`mmspectral.layers.sites.find_sites` finds.
     """
     found = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         layout = getattr(module, "layout", None)
-        heads = getattr(module, "num_heads", None)
         if isinstance(module, nn.MultiheadAttention):
             for parameter, rows in weight_layouts(module).items():
-                full_name = f"{prefix}{parameter}"
-                found[full_name] = AttentionProjection(full_name, module, rows, parameter)
+                found[prefix + parameter] = AttentionProjection(prefix + parameter, module, rows, parameter)
         elif isinstance(layout, ProjectionLayout) and isinstance(getattr(module, "weight", None), Tensor):
             found[name] = AttentionProjection(name, module, layout)
-        elif isinstance(heads, int):
-            for child, roles in STOCK_NAMES.items():
-                linear = getattr(module, child, None)
-                if type(linear) is nn.Linear and _fits(linear, roles, heads):
-                    full_name = f"{prefix}{child}"
-                    found[full_name] = AttentionProjection(full_name, linear, ProjectionLayout(roles, heads))
+        else:
+            for child, rows in _stock_layouts(module).items():
+                found[prefix + child] = AttentionProjection(prefix + child, module.get_submodule(child), rows)
     return found
 
 
-def _fits(linear: nn.Linear, roles: tuple[str, ...], heads: int) -> bool:
-    fused = len(roles) == 1 or linear.out_features == len(roles) * linear.in_features
-    return fused and linear.out_features % (len(roles) * heads) == 0
+def _stock_layouts(module: nn.Module) -> dict[str, ProjectionLayout]:
+    """Return the layouts of the unconditioned projections among the children of a module."""
+    if not any(isinstance(child, nn.Linear) for child in module.children()):
+        return {}
+    try:
+        sites = find_sites(module)
+    except ValueError:  # none, or one that cannot be read
+        return {}
+    return {
+        site.name: site.layout
+        for site in sites
+        if site.name in module._modules
+        and isinstance(module._modules[site.name], nn.Linear)
+        and not site.rows % (len(site.roles) * (site.num_heads or 1))
+    }
 
 
 def spread(names: Sequence[str], count: int) -> list[str]:
@@ -163,3 +166,74 @@ def spread(names: Sequence[str], count: int) -> list[str]:
     if count == 1:
         return [names[0]]
     return [names[round(i * (len(names) - 1) / (count - 1))] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class ProjectionCondition:
+    """Condition numbers of one projection of one layer.
+
+    Args:
+        layer: Module name of the (fused or separate) projection.
+        role: ``"q"``, ``"k"`` or ``"v"``.
+        kappa_without: kappa(W), the largest over the heads for scope ``head``.
+        kappa_with: kappa(W + C) likewise.
+    """
+
+    layer: str
+    role: str
+    kappa_without: float
+    kappa_with: float
+
+
+@torch.no_grad()
+def projection_conditions(model: nn.Module) -> list[ProjectionCondition]:
+    """Return the condition numbers of every conditioned projection, in float64.
+
+    The matrix is that of the correction's scope: the D x E projection for
+    ``full``, the worst d x E head block for ``head``. A rank-deficient one has
+    kappa = inf.
+    """
+    conditioned = conditioned_projections(model)
+    return [
+        ProjectionCondition(name, role, without.kappa, with_.kappa)
+        for name, projection in attention_projections(model).items()
+        if name in conditioned
+        for role, (without, with_) in projection.spectra().items()
+    ]
+
+
+def plot_projection_conditions(rows: list[ProjectionCondition], path: str, title: str = "") -> None:
+    """Draw one panel per role: kappa over the layers, without and with the correction, on a log axis.
+
+    Args:
+        rows: What :func:`projection_conditions` returned.
+        path: Picture to write; the suffix chooses the format.
+        title: Text above the panels.
+
+    Raises:
+        ValueError: There is nothing to draw.
+    """
+    if not rows:
+        raise ValueError("the model has no conditioned projection: build it with a `conditioning` dict.")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    roles = [role for role in "qkv" if any(row.role == role for row in rows)]
+    figure = Figure(figsize=(4 * len(roles), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(roles), sharey=True, squeeze=False)[0]
+    names = {"q": "query", "k": "key", "v": "value"}
+    for axis, role in zip(axes, roles, strict=True):
+        chosen = [row for row in rows if row.role == role]
+        layers = range(len(chosen))
+        axis.semilogy(layers, [row.kappa_without for row in chosen], "o-", color="#c44e52", label="W (as trained)")
+        axis.semilogy(layers, [row.kappa_with for row in chosen], "s-", color="#4c72b0", label="W + C")
+        axis.set_title(f"{names[role]} projection")
+        axis.set_xlabel("layer")
+        axis.set_xticks(list(layers)[:: max(1, len(chosen) // 12)])
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0].set_ylabel("condition number")
+    axes[0].legend()
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=120)

@@ -6,11 +6,9 @@ initialisation depend on all layers before.
 """
 
 import copy
-import csv
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -233,15 +231,7 @@ def largest_scale(
     return float(digits[:3] + digits[digits.index("e") :])
 
 
-def write_csv(rows: Sequence[SaturationRow], path: str | Path) -> None:
-    """Write the rows, one a line, with the names of their fields as header."""
-    with Path(path).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SaturationRow)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
-
-
-def markdown_table(rows: Sequence[SaturationRow]) -> str:
+def saturation_table(rows: Sequence[SaturationRow]) -> str:
     """Return a table with one line per backbone, lambda and form, and the correlations side by side."""
     correlations = list(dict.fromkeys(row.correlation for row in rows))
     at = "at correlation " + " / ".join(f"{c:g}" for c in correlations)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from mmspectral.analysis.dark_geometry import Geometry, query_key_moments
 from torch import Tensor
 
 from mmspectral.analysis.approximation import ApproximationError, approximation_error, kernel_attention
 from mmspectral.analysis.dark_calibration import Fit, calibrate_geometry
-from mmspectral.analysis.dark_geometry import Geometry, query_key_moments
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import constant_attention, softmax_attention, uniform_attention
 from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from torch import Tensor
 
-from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import softmax_attention
 from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal

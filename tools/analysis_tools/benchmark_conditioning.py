@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from torch import nn
 
-from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from mmspectral.analysis.stock_twins import FAMILIES, DenseBackbone
 
 CORRECTIONS = {

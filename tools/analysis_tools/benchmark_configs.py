@@ -20,8 +20,8 @@ import torch
 from mmengine.config import Config, DictAction
 from mmengine.registry import DefaultScope, init_default_scope
 from mmengine.runner import Runner, set_random_seed
-
 from mmspectral.analysis.paired_timing import compare_times, time_in_turn
+
 from mmspectral.registry import MODELS
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 
 from mmspectral import ops
-from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,18 +1,16 @@
-"""Write a report on what conditioning does to a model: one HTML file with plots and tables that needs no network.
+#!/usr/bin/env python
+"""Write one HTML page on what conditioning does to a model, beside its stock twin; it needs no network.
 
-usage: python tools/analysis_tools/conditioning_report.py CONFIG [CHECKPOINT ...] [--out report.html]
+usage: python tools/analysis_tools/conditioning_report.py CONFIG [CHECKPOINT ...] [--twin CONFIG CHECKPOINT ...]
 
-Shows condition numbers and spectra of the q, k and v projections without and with their correction, at initialisation
-and for each checkpoint, how they moved in training (where the ConditioningHook logged it), how close attention is to
-one-hot, the same of the stock twin, and the parameter Jacobian of one attention head beside the bound of the paper.
+The page begins with a verdict: condition numbers of W and W + C, entropy of attention, gradients, loss and AP, beside
+the stock twin. Loss, AP, gradients and the history of condition numbers come from the logs in the folders of the runs;
+gradients and history need the ConditioningHook.
 """
 
 import argparse
 from pathlib import Path
 
-from mmspectral.analysis.conditioning_report import Subject, collect_report
-from mmspectral.analysis.jacobian import JacobianSettings
-from mmspectral.analysis.report_html import render_report
 from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
@@ -20,24 +18,18 @@ from mmspectral.arguments import (
     report_usage_errors,
     set_loading,
 )
-from mmspectral.engine.runner.launch import require_checkpoint
 from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write a report on what conditioning does to a model")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
     add_trust_argument(parser)
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="checkpoint files or URLs, oldest first")
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="folder of the run, for its log (default: that of the checkpoint)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="HTML file to write (default: conditioning_report.html in the folder of the run)",
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: conditioning_report.html in --work-dir")
     parser.add_argument(
         "--twin",
         nargs="+",
@@ -59,16 +51,18 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    set_loading(args)
-    twin = None
-    if args.twin:
-        name, *checkpoints = args.twin
-        twin = Subject(name, read_config(name), checkpoints)
-    subject = Subject(args.config, read_config(args.config, args.cfg_options), args.checkpoints, args.work_dir)
-    for checkpoint in (*subject.checkpoints, *(twin.checkpoints if twin else ())):
-        require_checkpoint(checkpoint)
+    for checkpoint in (*args.checkpoints, *(args.twin or [])[1:]):
+        if "://" not in checkpoint and not Path(checkpoint).expanduser().is_file():
+            raise UsageError(f"There is no checkpoint {checkpoint}.")
     if args.work_dir and not args.work_dir.is_dir():
         raise UsageError(f"There is no folder {args.work_dir}.")
+    cfg, twin_cfg = read_config(args.config, args.cfg_options), read_config(args.twin[0]) if args.twin else None
+
+    from mmspectral.analysis import JacobianSettings, Subject, collect_report, render_report
+
+    set_loading(args)
+    subject = Subject(args.config, cfg, args.checkpoints, args.work_dir)
+    twin = Subject(args.twin[0], twin_cfg, args.twin[1:]) if args.twin else None
     jacobian = None
     if args.jacobian_layer != "none":
         jacobian = JacobianSettings(args.jacobian_layer or "", args.jacobian_tokens, args.jacobian_dims)

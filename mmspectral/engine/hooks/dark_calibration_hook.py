@@ -7,9 +7,14 @@ from mmengine.model.weight_init import PretrainedInit
 from mmengine.runner import Runner
 from torch import nn
 
-from mmspectral.analysis.calibration_images import calibration_batches, see
-from mmspectral.analysis.dark_calibration import Fit
-from mmspectral.analysis.model_calibration import calibratable_kernels, calibrate_model, markdown_table
+from mmspectral.analysis import (
+    Fit,
+    calibratable_kernels,
+    calibrate_model,
+    calibration_batches,
+    calibration_table,
+    see,
+)
 from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
 from mmspectral.registry import HOOKS
 
@@ -73,7 +78,7 @@ class DarkCalibrationHook(Hook):
         for average in averaged_models(runner):
             for own, averaged in zip(kernels.values(), calibratable_kernels(average).values(), strict=True):
                 averaged.load_state_dict(own.state_dict())
-        runner.logger.info(f"DarkCalibrationHook: medians over the heads of each layer.\n{markdown_table(rows)}")
+        runner.logger.info(f"DarkCalibrationHook: medians over the heads of each layer.\n{calibration_table(rows)}")
 
 
 def _loads_weights(module: nn.Module) -> bool:

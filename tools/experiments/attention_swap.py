@@ -1,0 +1,511 @@
+#!/usr/bin/env python
+"""Replace the attention of a ViT trained with softmax, and fine-tune it: one thread, row by row into a CSV file.
+
+    attention_swap.py train --data IMAGES --checkpoint softmax.pth
+    attention_swap.py grid  --data IMAGES --checkpoint softmax.pth --csv swap.csv
+    attention_swap.py sweep --data IMAGES --checkpoint softmax.pth --csv swap.csv
+    attention_swap.py report --csv swap.csv --plot swap.svg
+
+IMAGES holds train/ and test/, each with a folder of square images per class. Runs
+that the file already has are skipped, so that a stopped study resumes. ``sweep``
+varies the learning rate, which rises over half of the steps (else a tenth), and
+does not clip gradients.
+"""
+
+import argparse
+import csv
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from mmengine.logging import MMLogger
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.functional import pil_to_tensor
+
+from mmspectral.analysis import Fit, calibrate_geometry
+from mmspectral.checkpoints.files import write_checkpoint
+from mmspectral.registry import MODELS
+
+ARCH = dict(embed_dims=128, num_layers=4, num_heads=2, feedforward_channels=256)
+REDUCED = dict(proposal="sharp", shift="fixed")
+KERNELS = {
+    "exact": None,
+    "dark calibrated": dict(type="dark", **REDUCED),
+    "dark identity": dict(type="dark"),
+    "temperature": dict(type="temperature", **REDUCED),
+    "performer": dict(type="performer"),
+    "learned": dict(type="learned"),
+    "constant": dict(type="constant"),
+}
+# What calibrate_geometry chooses from: all, M fitted longer than by default, or t I alone.
+CALIBRATED = {
+    "dark calibrated": dict(fit=Fit(steps=1000, lr=0.002)),
+    "temperature": dict(strengths=(0.0,), fit=Fit(steps=0)),
+}
+REGIMES = {"full": "all", "limited": "projections"}
+STAGES = {"replaced": "replaced, not trained", "first_epoch": "after 1 epoch", "final": "after fine-tuning"}
+COLORS = dict(zip(KERNELS, ("#000000", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7", "#888888"), strict=True))
+KEY = ("study", "kernel", "num_features", "regime", "lr", "seed")
+SPIKE_WINDOW = 25
+PADDING = 4
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images [n, 3, H, W], uint8, and labels [n] in memory."""
+
+    images: Tensor
+    labels: Tensor
+    classes: list[str]
+
+    def batches(self, size: int, generator: torch.Generator | None = None, limit: int | None = None) -> Iterator[tuple]:
+        """Yield (images in -1 .. 1, labels); with a generator shuffled, flipped and cropped at random."""
+        n = len(self.labels)
+        order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
+        for index in order[:limit].split(size):
+            images = self.images[index]
+            if generator is not None:
+                images = crop_and_flip(images, generator)
+            yield images.float() / 127.5 - 1, self.labels[index]
+
+
+def load_images(folder: Path) -> ImageSet:
+    found = ImageFolder(folder)
+    images, labels = zip(*((pil_to_tensor(image), label) for image, label in found), strict=True)
+    return ImageSet(torch.stack(images), torch.tensor(labels), found.classes)
+
+
+def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return each image [B, 3, H, W] flipped at random and shifted by up to 4 pixels, zeros coming in."""
+    B, _, H, W = images.shape
+    shift = torch.randint(2 * PADDING + 1, (2, B, 1), generator=generator)
+    rows, columns = shift[0] + torch.arange(H), shift[1] + torch.arange(W)
+    columns = torch.where(torch.rand(B, 1, generator=generator) < 0.5, columns, columns.flip(1))
+    padded = F.pad(images, (PADDING,) * 4)
+    return padded[torch.arange(B)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+class Classifier(nn.Module):
+    """A DarkViT (``kernel=None``: exact attention) and a linear head on its class token."""
+
+    def __init__(self, settings: dict, kernel: dict | None = None, trainable: str = "all") -> None:
+        super().__init__()
+        self.backbone = MODELS.build(
+            dict(type="mmspectral.DarkViT", **settings["backbone"], kernel=kernel, trainable=trainable)
+        )
+        self.head = nn.Linear(self.backbone.embed_dims, settings["num_classes"])
+        self.head.requires_grad_(trainable == "all")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.backbone(images)[-1])
+
+
+def load_softmax(checkpoint: dict, kernel: dict | None = None, trainable: str = "all") -> Classifier:
+    """Build a classifier with ``kernel`` on the weights of one with exact attention."""
+    model = Classifier(checkpoint["settings"], kernel, trainable)
+    found = model.load_state_dict(checkpoint["state_dict"], strict=False)
+    wrong = [name for name in found.missing_keys if ".kernel." not in name] + found.unexpected_keys
+    if wrong:
+        raise ValueError(f"the checkpoint is not of this model: {', '.join(wrong)} missing or left over.")
+    return model
+
+
+def train(
+    model: nn.Module,
+    data: ImageSet,
+    *,
+    epochs: int,
+    lr: float,
+    generator: torch.Generator,
+    images_per_epoch: int | None = None,
+    batch_size: int = 64,
+    warmup: float = 0.1,
+    weight_decay: float = 0.05,
+    max_norm: float | None = 1.0,
+    after_epoch: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Train with AdamW, warm-up and a cosine, in bfloat16; return the losses up to the first that is not finite."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decayed = {name for name, parameter in named.items() if parameter.ndim > 1 and ".kernel." not in name}
+    groups = [
+        dict(params=[named[name] for name in named if name in decayed], weight_decay=weight_decay),
+        dict(params=[named[name] for name in named if name not in decayed], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr, fused=True)
+    steps = epochs * math.ceil(len(data.labels[:images_per_epoch]) / batch_size)
+    rise = max(1, round(warmup * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / rise, (1 + math.cos(math.pi * max(i - rise, 0) / max(steps - rise, 1))) / 2)
+    )
+    losses: list[float] = []
+    for epoch in range(1, epochs + 1):
+        model.train()
+        for images, labels in data.batches(batch_size, generator, images_per_epoch):
+            with torch.autocast(images.device.type, torch.bfloat16):
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                return losses
+            optimizer.zero_grad()
+            loss.backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(named.values(), max_norm)
+            optimizer.step()
+            schedule.step()
+        if after_epoch is not None:
+            after_epoch(epoch)
+    return losses
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: ImageSet, batch_size: int = 250) -> float:
+    model.eval()
+    correct = 0
+    for images, labels in data.batches(batch_size):
+        with torch.autocast(images.device.type, torch.bfloat16):
+            correct += (model(images).argmax(1) == labels).sum().item()
+    return correct / len(data.labels)
+
+
+@dataclass(frozen=True)
+class SwapRow:
+    """One fine-tuning: what it was, the accuracies (None where training diverged before) and how training went."""
+
+    study: str
+    kernel: str
+    num_features: int | None
+    regime: str
+    lr: float
+    seed: int
+    replaced: float
+    first_epoch: float | None
+    final: float | None
+    last_loss: float
+    spikes: int
+    diverged: bool
+
+    @property
+    def key(self) -> tuple:
+        return tuple(getattr(self, name) for name in KEY)
+
+
+@torch.no_grad()
+def attention_inputs(model: Classifier, images: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return q, k, v [B, h, N, d] of each layer for images [B, 3, H, W], in evaluation mode."""
+    found = []
+    layers = model.backbone.layers
+    handles = [layer.attn.qkv.register_forward_hook(lambda _, args, output: found.append(output)) for layer in layers]
+    model.eval()(images)
+    for handle in handles:
+        handle.remove()
+    heads = layers[0].attn.num_heads
+    return [qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0) for qkv in found]
+
+
+def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: float = 5.0, least: float = 0.5) -> int:
+    """Count runs of steps whose loss is far above the loss just before.
+
+    A step is in a spike when its loss exceeds the median of the last ``window``
+    losses outside spikes by more than ``factor`` times their median absolute
+    deviation and by more than ``least``, or when it is not finite.
+    """
+    calm: list[float] = []
+    spikes, inside = 0, False
+    for loss in losses:
+        recent = calm[-window:]
+        above = not math.isfinite(loss)
+        if len(recent) == window and not above:
+            median = statistics.median(recent)
+            deviation = statistics.median(abs(each - median) for each in recent)
+            above = loss > median + max(factor * deviation, least)
+        spikes += above and not inside
+        inside = above
+        if not above:
+            calm.append(loss)
+    return spikes
+
+
+def diverged(losses: Sequence[float], num_classes: int, window: int = SPIKE_WINDOW) -> bool:
+    """Tell whether training ended in a loss that is not finite, or (median of the last steps) worse than guessing."""
+    return not math.isfinite(losses[-1]) or statistics.median(losses[-window:]) > math.log(num_classes)
+
+
+def prepare(
+    checkpoint: dict, kernel: str, num_features: int | None, seed: int, data: ImageSet, num_images: int = 256
+) -> Classifier:
+    """Replace the attention of a trained classifier, and calibrate it on augmented images where the kernel allows."""
+    model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed))
+    if kernel in CALIBRATED:
+        images, _ = next(data.batches(num_images, torch.Generator().manual_seed(seed)))
+        inputs = attention_inputs(load_softmax(checkpoint), images)
+        for layer, (q, k, v) in zip(model.backbone.layers, inputs, strict=True):
+            found = calibrate_geometry(q, k, v, num_features, seed=seed, **CALIBRATED[kernel])
+            M = found.M[:, 0, 0] if kernel == "temperature" else found.M  # t of t I
+            layer.attn.kernel.set_geometry(M, found.proposal, found.shift)
+    return model
+
+
+def kernel_config(kernel: str, num_features: int | None, seed: int) -> dict | None:
+    cfg = KERNELS[kernel]
+    return None if cfg is None else dict(cfg, num_features=num_features, seed=seed)
+
+
+def swap_and_tune(
+    checkpoint: dict,
+    train_data: ImageSet,
+    test_data: ImageSet,
+    kernel: str,
+    num_features: int | None,
+    seed: int,
+    runs: Sequence[tuple[str, float]],
+    *,
+    study: str,
+    epochs: int,
+    **kwargs,
+) -> Iterator[SwapRow]:
+    """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``."""
+    prepared = prepare(checkpoint, kernel, num_features, seed, train_data)
+    replaced = accuracy(prepared, test_data)
+    for regime, lr in runs:
+        model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed), REGIMES[regime])
+        model.load_state_dict(prepared.state_dict())
+        reached = {}
+
+        def evaluate(epoch: int, model=model, reached=reached) -> None:
+            if epoch in (1, epochs):
+                reached[epoch] = accuracy(model, test_data)
+
+        generator = torch.Generator().manual_seed(seed)
+        losses = train(model, train_data, epochs=epochs, lr=lr, generator=generator, after_epoch=evaluate, **kwargs)
+        ends = (replaced, reached.get(1), reached.get(epochs), statistics.median(losses[-SPIKE_WINDOW:]))
+        lost = diverged(losses, checkpoint["settings"]["num_classes"])
+        yield SwapRow(study, kernel, num_features, regime, lr, seed, *ends, count_spikes(losses), lost)
+
+
+def append_row(row: SwapRow, path: Path) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(SwapRow)], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+def read_rows(path: Path) -> list[SwapRow]:
+    """Read what :func:`append_row` wrote; no file is no rows."""
+    if not path.exists():
+        return []
+    read = dict(num_features=int, lr=float, seed=int, replaced=float, first_epoch=float, final=float)
+    read |= dict(last_loss=float, spikes=int, diverged=lambda text: text == "True")
+    with path.open(newline="") as file:
+        return [
+            SwapRow(**{name: read.get(name, str)(text) if text else None for name, text in line.items()})
+            for line in csv.DictReader(file)
+        ]
+
+
+def markdown_tables(rows: Sequence[SwapRow]) -> str:
+    """Return one table per regime of the grid, and one of the sweep: accuracy in percent, mean and range over seeds."""
+    parts = []
+    for regime in REGIMES:
+        found = [row for row in rows if row.study == "grid" and row.regime == regime]
+        lines = [f"| kernel ({regime}) | m | {' | '.join(STAGES.values())} | seeds |", "|---|---|---|---|---|---|"]
+        for (kernel, m), group in _grouped(found, "kernel", "num_features"):
+            cells = [_spread([getattr(row, stage) for row in group]) for stage in STAGES]
+            lines.append(f"| {kernel} | {'-' if m is None else m} | {' | '.join(cells)} | {len(group)} |")
+        if found:
+            parts.append("\n".join(lines))
+    sweep = [row for row in rows if row.study == "sweep"]
+    if sweep:
+        lines = [
+            "| kernel (sweep) | learning rate | after fine-tuning | spikes | diverged | runs |",
+            "|---|---|---|---|---|---|",
+        ]
+        for (kernel, lr), group in _grouped(sweep, "kernel", "lr"):
+            accuracy = _spread([row.final for row in group])
+            spikes, lost = sum(row.spikes for row in group), sum(row.diverged for row in group)
+            lines.append(f"| {kernel} | {lr:g} | {accuracy} | {spikes} | {lost} | {len(group)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def plot_rows(rows: Sequence[SwapRow], path: Path) -> None:
+    """Draw accuracy over m by regime and stage, and over the learning rate: means over seeds, bars their range."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    grid = {regime: [row for row in rows if row.study == "grid" and row.regime == regime] for regime in REGIMES}
+    sweep = [row for row in rows if row.study == "sweep"]
+    # Text as outlines looks the same everywhere; a fixed salt gives equal files for equal data.
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "mmspectral", "font.size": 9}):
+        figure = Figure(figsize=(10.5, 6.5), layout="constrained")
+        axes = figure.subplots(2, 3)
+        _panel(axes[0, 0], grid["full"], "num_features", "replaced")
+        for axis, (regime, stage) in zip(
+            axes.flat[1:5], itertools.product(REGIMES, ("first_epoch", "final")), strict=True
+        ):
+            _panel(axis, grid[regime], "num_features", stage, f"{regime}: ")
+        _panel(axes[1, 2], sweep, "lr", "final", "full, not clipped: ")
+        figure.legend(
+            *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KERNELS), frameon=False
+        )
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _panel(axis, rows: Sequence[SwapRow], name: str, stage: str, prefix: str = "") -> None:
+    for kernel, color in COLORS.items():
+        groups = _grouped([row for row in rows if row.kernel == kernel and getattr(row, stage) is not None], name)
+        if not groups:
+            continue
+        values = [[100 * getattr(row, stage) for row in group] for _, group in groups]
+        means = [statistics.fmean(each) for each in values]
+        if groups[0][0] == (None,):
+            axis.axhline(means[0], color=color, label=kernel, linewidth=1, linestyle="--")
+            continue
+        reach = [
+            [mean - min(each) for mean, each in zip(means, values, strict=True)],
+            [max(each) - mean for mean, each in zip(means, values, strict=True)],
+        ]
+        positions = [position for (position,), _ in groups]
+        axis.errorbar(positions, means, reach, color=color, label=kernel, marker="o", markersize=3, capsize=2)
+    ticks = sorted({getattr(row, name) for row in rows} - {None})
+    label = {"num_features": "features m", "lr": "learning rate"}[name]
+    axis.set(title=prefix + STAGES[stage], xscale="log", xlabel=label, ylabel="accuracy, %")
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+
+
+def _grouped(rows: Sequence[SwapRow], *names: str) -> list[tuple[tuple, list[SwapRow]]]:
+    """Return the rows that agree in ``names`` together, in the order of KERNELS and then of the values."""
+    groups: dict[tuple, list[SwapRow]] = {}
+    for row in sorted(rows, key=lambda row: (list(KERNELS).index(row.kernel), row.num_features or 0, row.lr)):
+        groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return list(groups.items())
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [100 * value for value in values if value is not None]
+    if not known:
+        return "-"
+    text = f"{statistics.fmean(known):.1f} ({min(known):.1f} to {max(known):.1f})"
+    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} lost"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    data = argparse.ArgumentParser(add_help=False)
+    data.add_argument("--data", type=Path, required=True, metavar="IMAGES")
+    data.add_argument("--checkpoint", type=Path, required=True)
+    data.add_argument("--batch-size", type=int, default=32)
+    table = argparse.ArgumentParser(add_help=False)
+    table.add_argument("--csv", type=Path, required=True)
+    study = argparse.ArgumentParser(add_help=False)
+    study.add_argument("--epochs", type=int, default=3)
+    study.add_argument("--images", type=int, default=1500, help="training images of an epoch, others in the next")
+
+    first = commands.add_parser("train", parents=[data], help="train the ViT with softmax attention")
+    first.add_argument("--epochs", type=int, default=44)
+    first.add_argument("--lr", type=float, default=1e-3)
+    first.add_argument("--arch", type=int, nargs=4, default=list(ARCH.values()), metavar=tuple(ARCH))
+    first.add_argument("--patch-size", type=int, default=4)
+    first.set_defaults(batch_size=128)
+
+    grid = commands.add_parser("grid", parents=[data, table, study], help="kernels x features x regimes x seeds")
+    grid.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    grid.add_argument("--features", type=int, nargs="+", default=[32, 64, 128], metavar="M")
+    grid.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    grid.add_argument("--seeds", type=int, default=3)
+    grid.add_argument("--lrs", type=float, nargs=1, default=[3e-4], metavar="LR")
+
+    sweep = commands.add_parser("sweep", parents=[data, table, study], help="learning rates, without clipping")
+    sweep.add_argument("--kernels", nargs="+", choices=KERNELS)
+    sweep.add_argument("--features", type=int, nargs=1, default=[64], metavar="M")
+    sweep.add_argument("--seeds", type=int, default=2)
+    sweep.add_argument("--lrs", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3, 3e-3, 1e-2], metavar="LR")
+    sweep.set_defaults(kernels=["exact", "dark calibrated", "dark identity", "performer"], regimes=["full"])
+
+    report = commands.add_parser("report", parents=[table], help="tables to the output, plot to a file")
+    report.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+def train_softmax(args: argparse.Namespace) -> None:
+    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
+    settings = dict(
+        backbone=dict(
+            arch=dict(zip(ARCH, args.arch, strict=True)),
+            img_size=train_data.images.shape[-1],
+            patch_size=args.patch_size,
+            out_type="cls_token",
+        ),
+        num_classes=len(train_data.classes),
+    )
+    torch.manual_seed(0)
+    model = Classifier(settings)
+    model.backbone.init_weights()
+
+    def save(epoch: int) -> None:
+        reached = accuracy(model, test_data)
+        print(f"epoch {epoch}: accuracy {reached:.4f}", flush=True)
+        checkpoint = dict(settings=settings, epoch=epoch, accuracy=reached, state_dict=model.state_dict())
+        write_checkpoint(checkpoint, args.checkpoint, force=True)
+
+    generator = torch.Generator().manual_seed(0)
+    train(
+        model,
+        train_data,
+        epochs=args.epochs,
+        lr=args.lr,
+        generator=generator,
+        batch_size=args.batch_size,
+        after_epoch=save,
+    )
+
+
+def run_study(args: argparse.Namespace) -> None:
+    checkpoint = torch.load(args.checkpoint, weights_only=True)
+    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
+    done = {row.key for row in read_rows(args.csv)}
+    options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
+    if args.command == "sweep":
+        # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
+        options |= dict(max_norm=None, warmup=0.5)
+    for seed, kernel in itertools.product(range(args.seeds), args.kernels):
+        for m in [None] if kernel == "exact" else args.features:
+            todo = [
+                (regime, lr)
+                for regime, lr in itertools.product(args.regimes, args.lrs)
+                if (args.command, kernel, m, regime, lr, seed) not in done
+            ]
+            if todo:
+                for row in swap_and_tune(checkpoint, train_data, test_data, kernel, m, seed, todo, **options):
+                    append_row(row, args.csv)
+                    print(row, flush=True)
+
+
+def main() -> None:
+    args = parse_args()
+    MMLogger.get_instance("attention_swap", log_level="WARNING")  # initialisation logs every parameter
+    torch.set_num_threads(1)
+    if args.command == "train":
+        train_softmax(args)
+    elif args.command == "report":
+        rows = read_rows(args.csv)
+        print(markdown_tables(rows))
+        if args.plot:
+            plot_rows(rows, args.plot)
+    else:
+        run_study(args)
+
+
+if __name__ == "__main__":
+    main()
