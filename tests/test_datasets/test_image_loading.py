@@ -6,7 +6,6 @@ import pytest
 from mmengine.registry import init_default_scope
 
 from mmspectral.datasets.image_loading import LoadImageFromFile, UnreadableImageError
-from mmspectral.engine.runner.fault_tolerance import IMAGE_LOADER
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_unreadable_images_are_skipped_and_counted(picture):
     annotations = good.with_name("annotations.txt")
     annotations.write_text("first.jpg 0\ngood.png 1\nsecond.jpg 0\n")
     init_default_scope("mmpretrain")
-    pipeline = [dict(type=IMAGE_LOADER, skip_unreadable=True), dict(type="PackInputs")]
+    pipeline = [dict(type="mmspectral.LoadImageFromFile", skip_unreadable=True), dict(type="PackInputs")]
     data = CustomDataset(ann_file=str(annotations), data_prefix=str(good.parent), pipeline=pipeline)
     loader = data.pipeline.transforms[0]
     assert [int(data[index]["data_samples"].gt_label) for index in range(3)] == [1, 1, 1]

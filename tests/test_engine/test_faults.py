@@ -21,7 +21,7 @@ from mmspectral.checkpoints.files import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import load_from_local
 from mmspectral.engine.hooks.epoch_seed import seed_worker
-from mmspectral.engine.runner.fault_tolerance import require_writable
+from mmspectral.engine.runner.launch import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import DamagedCheckpointError, UsageError
 
@@ -51,7 +51,11 @@ def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
     status, log = train(work_dir, largest_file=100_000)
     assert status == 1 and "epoch_1.pth" in log and "could not be written: File too large" in log
     assert not list(work_dir.glob("*.pth")) and not list(work_dir.glob(".*.tmp"))
-    option = ["--cfg-options", "fault_tolerance.tolerated_failures=9", "default_hooks.checkpoint.save_best=None"]
+    option = [
+        "--cfg-options",
+        "default_hooks.checkpoint.tolerated_failures=9",
+        "default_hooks.checkpoint.save_best=None",
+    ]
     status, log = train(work_dir, *option, largest_file=100_000)
     assert status == 1 and log.count("tolerated; training goes on") == 4
     assert "the last 4 saves failed" in log and "accuracy/top1" in log

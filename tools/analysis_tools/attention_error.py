@@ -107,8 +107,7 @@ def load(path: Path) -> list[Layer]:
 def from_checkpoint(config: str, file: str, num_images: int) -> list[Layer]:
     # Arrays need nothing of OpenMMLab.
     from mmspectral.analysis.checkpoint_calibration import checkpoint_inputs
-    from mmspectral.arguments import read_config
-    from mmspectral.engine.runner.launch import require_checkpoint
+    from mmspectral.arguments import read_config, require_checkpoint
 
     require_checkpoint(file)
     inputs = checkpoint_inputs(read_config(config), file, num_batches=num_images, batch_size=1).values()
