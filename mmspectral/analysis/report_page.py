@@ -185,7 +185,7 @@ def _glance(states: Sequence[ModelState]) -> _Section:
         f"correlation {TABLE_CORRELATION:g}. A dash means that the model has no such matrix or layer."
     )
     return _Section(
-        "glance", "Every state at a glance", [text], tables=[("Largest values by state", groups, header, rows)]
+        "glance", "Every state at a glance", [text], tables=[("Worst values by state", groups, header, rows)]
     )
 
 
@@ -243,30 +243,23 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
     def draw(figure) -> None:
         columns = min(3, len(names) + kappa)
         axes = list(figure.subplots(-(-(len(names) + kappa) // columns), columns, squeeze=False).flat)
-        for axis, name in zip(axes, names, strict=False):
-            for color, (run, log) in _colored(logs.items()):
+        for color, (run, log) in _colored(logs.items()):
+            for axis, name in zip(axes, names, strict=False):
                 if name in log.curves:
                     axis.plot(*zip(*log.curves[name], strict=True), ".-", color=color, label=run)
-            validation = name not in ("loss", "gradient norm")
-            axis.set(
-                title=_plain(METRICS.get(name, name)),
-                xlabel="epoch or iteration of the validation" if validation else "iteration",
-            )
-        for axis in axes[len(names) :] if kappa else ():
-            for color, (run, log) in _colored(logs.items()):
-                for kind, style in (("W", W), ("W + C", W_PLUS_C)):
-                    worst: dict[int, float] = {}
-                    for series, points in log.kappa.items():
-                        if series.endswith(f", {kind}"):
-                            for step, value in points:
-                                worst[step] = max(value, worst.get(step, 0.0))
-                    if worst:
-                        axis.plot(
-                            *zip(*sorted(worst.items()), strict=True), color=color, label=f"{kind}, {run}", **style
-                        )
-            axis.set(title="largest κ", xlabel="iteration", yscale="log")
-            break
-        for axis in figure.axes:
+            for kind, style in (("W", W), ("W + C", W_PLUS_C)):
+                worst: dict[int, float] = {}
+                for step, value in (p for name, curve in log.kappa.items() if name[3:] == kind for p in curve):
+                    worst[step] = max(value, worst.get(step, 0.0))
+                if worst:
+                    points = zip(*sorted(worst.items()), strict=True)
+                    axes[len(names)].plot(*points, color=color, label=f"{kind}, {run}", **style)
+        for axis, name in zip(axes, names, strict=False):
+            unit = "iteration" if name in ("loss", "gradient norm") else "epoch or iteration of the validation"
+            axis.set(title=_plain(METRICS.get(name, name)), xlabel=unit)
+        if kappa:
+            axes[len(names)].set(title="largest κ", xlabel="iteration", yscale="log")
+        for axis in axes:
             axis.grid(alpha=0.4) if axis.lines else axis.remove()
 
     rows = [

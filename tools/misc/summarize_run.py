@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict) -> dict:
-    """Write ``summary.json``, ``predictions.png`` and, of a conditioned model, ``conditioning.png``; return the first."""
+    """Write ``summary.json`` (returned), ``predictions.png`` and, of a conditioned model, ``conditioning.png``."""
     from mmdet.registry import DATASETS, MODELS
     from mmengine.registry import DefaultScope
     from mmengine.runner import load_checkpoint
