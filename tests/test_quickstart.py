@@ -102,7 +102,7 @@ def check_ranks(work_dir):
 
 
 def test_two_ranks_train_and_end_equal(run_command, probed_config, tiny_options, tmp_path):
-    """users.md D4 and E11 on the detector; SyncBN in the config becomes BN (E5, with a process group)."""
+    """SyncBN in the config becomes BN."""
     output = run_command(
         *("bash", ROOT / "tools" / "dist_train.sh", probed_config, 2),
         *("--work-dir", tmp_path, "--cfg-options", *tiny_options),

@@ -93,7 +93,7 @@ def test_rows_are_relative_to_lambda_zero():
         if row.scale == 0:
             assert row.gradient_q == row.gradient_k == 1
     one_hot = rows[2]
-    # facts.md A4: the logit of a token with itself is about lambda^2 sqrt(d).
+    # The logit of a token with itself is about lambda^2 sqrt(d).
     assert one_hot.largest_logit > 100 * math.sqrt(32) and one_hot.relative_entropy < 1e-6
     assert one_hot.gradient_q < 1e-6 < 0.05 < rows[1].gradient_q
 

@@ -1,4 +1,4 @@
-"""Run the command lines as users do, on a toy classifier."""
+"""The command lines on a toy classifier."""
 
 import os
 import subprocess
