@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import cv2
@@ -303,49 +302,18 @@ def test_trained_twin_is_measured_with_its_own_weights(tmp_path):
     assert [(name, log.folder) for name, log in data.logs.items()] == [("stock twin", tmp_path / "b")]
 
 
-class Page(HTMLParser):
-    """What a page refers to, and whether its tags are balanced."""
-
-    VOID = {"meta", "link", "img"}
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.references, self.images, self.headings = [], [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        assert tag not in ("script", "iframe", "object", "embed")
-        assert not [name for name in attrs if name.startswith("on")]
-        self.references += [attrs[name] for name in ("src", "href") if name in attrs]
-        if tag == "img":
-            self.images.append(attrs["alt"])
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "h2":
-            self.headings.append(data)
-
-
 def test_page_refers_to_nothing_outside_itself(report):
     text = report.read_text()
-    page = Page(text)
-    assert page.headings == SECTIONS
-    assert all(re.match(r"data:image/svg\+xml;base64,|data:,$", reference) for reference in page.references)
+    assert re.findall("<h2>(.*)</h2>", text) == SECTIONS
+    references = re.findall(r'(?:src|href|srcset)="([^"]*)"', text)
+    assert all(re.match(r"data:image/svg\+xml;base64,|data:,$", reference) for reference in references)
+    assert "default-src 'none'" in text and not re.search(r"<script|<iframe|<object|@import|url\(| on\w+=", text)
     # Condition numbers, training, saturation, spectra of three states.
-    assert len(page.images) == 6 and all(len(alt) > 20 for alt in page.images)
+    assert len([alt for alt in re.findall('alt="([^"]*)"', text) if len(alt) > 20]) == 6
     assert len(text) < 2_000_000
-    assert "@import" not in text and "url(" not in text
     for name in ("initialisation", "iter_2.pth", "stock twin, initialisation", "cross-covariance"):
         assert name in text
-    assert "Condition numbers were not logged" not in text, (
-        "the ConditioningHook's names are not those that the report looks for"
-    )
+    assert "Condition numbers were not logged" not in text, "names of the ConditioningHook differ"
 
 
 @pytest.mark.parametrize(
