@@ -68,12 +68,6 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_file(name: str) -> None:
-    """Raise :class:`UsageError` if ``name`` is a local path without a file."""
-    if "://" not in name and not Path(name).expanduser().is_file():
-        raise UsageError(f"There is no file {name} in {Path.cwd()}.")
-
-
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a training and a test have in common: where results go and how processes are started."""
     add_config_arguments(parser)
@@ -87,7 +81,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def require_checkpoint(name: str) -> None:
     """Raise :class:`UsageError` if ``name`` is a local path without a file."""
     if "://" not in name and not Path(name).expanduser().is_file():
-        raise UsageError(f"There is no checkpoint {name}.")
+        raise UsageError(f"There is no checkpoint {name} in {Path.cwd()}.")
 
 
 def set_loading(args: argparse.Namespace) -> None:

@@ -165,7 +165,7 @@ class AutocastWrapper(OptimWrapper):
 
 @pytest.mark.parametrize("precision", ["cast", "autocast"])
 def test_low_precision(classifier, make_runner, images, logged, precision):
-    """Decompositions of bfloat16 weights."""
+    """bfloat16 weights are decomposed too."""
     model = classifier(IDENTITY)
     if precision == "cast":
         model = model.bfloat16()
