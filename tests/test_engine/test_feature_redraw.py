@@ -128,7 +128,7 @@ def test_an_interval_that_counts_nothing_is_refused(interval):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_redrawn_in_place_every_so_many_updates(tmp_path, accumulated):
-    """users.md D2 and D7: also with validation in between, which changes nothing."""
+    """Also with validation in between, which changes nothing."""
     runner, watch = run(tmp_path, 8, accumulated=accumulated)
     assert [counter for counter, _ in watch.trained] == [i // accumulated // 3 for i in range(8 * accumulated)]
     for counter, w in watch.trained:
@@ -147,7 +147,6 @@ def test_redrawn_every_so_many_epochs(tmp_path):
 
 @pytest.mark.parametrize("ema", [None, *EMA, MMPRETRAIN_EMA], ids=["none", "ema", "ema-buffers", "mmpretrain"])
 def test_a_resumed_run_continues_identically(tmp_path, ema):
-    """users.md D12."""
     straight, watch = run(tmp_path / "straight", 8, ema=ema)
     (tmp_path / "resumed").mkdir()
     for name in ("iter_4.pth", "last_checkpoint"):
