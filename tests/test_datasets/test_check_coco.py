@@ -10,7 +10,7 @@ from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 
 from mmspectral.datasets.check import check_before_training, check_dataset
-from mmspectral.datasets.check.segmentation import KEPT, mask_problem
+from mmspectral.datasets.check.coco import KEPT, mask_problem
 from mmspectral.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,9 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from mmspectral.apis import find_images, predict
-from mmspectral.datasets.coco_ids import COCO_CATEGORY_IDS, category_ids, image_ids, read_annotations
+from mmspectral.apis.detection import COCO_CATEGORY_IDS, category_ids
+from mmspectral.apis.predict import image_ids
+from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.errors import UsageError
 
 CLASSES = ("disk", "square")
@@ -206,13 +208,13 @@ def test_category_ids():
     from mmdet.datasets import CocoDataset
 
     coco = CocoDataset.METAINFO["classes"]
-    ids, source = category_ids(coco, coco_classes=coco)
+    ids, source = category_ids(coco)
     assert source == "COCO's own"
     by_name = dict(zip(coco, ids, strict=True))
     # As in instances_val2017.json.
     assert (by_name["person"], by_name["stop sign"], by_name["sink"], by_name["toothbrush"]) == (1, 13, 81, 90)
     assert len(set(COCO_CATEGORY_IDS)) == 80
-    assert category_ids(coco[:2], coco_classes=coco) == ([1, 2], "counted from 1")
+    assert category_ids(coco[:2]) == ([1, 2], "counted from 1")
     with pytest.raises(UsageError, match="square"):
         category_ids(CLASSES, dict(categories=[dict(id=1, name="disk")]))
 
