@@ -16,9 +16,9 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
+    require_file,
     set_loading,
 )
-from mmspectral.engine.runner.launch import require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,12 +44,15 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
+    for file in filter(None, (args.checkpoint, args.ann_file)):
+        require_file(file)
+    images = find_images(args.images)
+    cfg = read_config(args.config, args.cfg_options)
     set_loading(args)
-    require_checkpoint(args.checkpoint)
     result = predict(
-        read_config(args.config, args.cfg_options),
+        cfg,
         args.checkpoint,
-        find_images(args.images),
+        images,
         args.out_dir,
         device=args.device,
         batch_size=args.batch_size,

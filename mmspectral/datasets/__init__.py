@@ -1,14 +1,19 @@
 """Floor 4: the demo set of shapes, the image loader, and the check of a config's data before training.
 
-The demo set is imported when it is first used, as only that needs mmdet.
+Names are imported when they are first used, as the demo set needs mmdet.
 """
 
-__all__ = ["ShapesDataset", "shapes_annotation_file"]
+import importlib
+
+_NAMES = {
+    "check": ("DatasetReport", "SplitReport", "check_before_training", "check_dataset"),
+    "shapes": ("ShapesDataset", "shapes_annotation_file"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from mmspectral.datasets import shapes
-
-    return getattr(shapes, name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
-from mmspectral.datasets.check import check_dataset
+from mmspectral.datasets import check_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 
-from mmspectral.apis import export as export_module
-from mmspectral.apis.export import export
+from mmspectral.apis import export, exporter
 from mmspectral.arguments import read_config
 from mmspectral.errors import UsageError
 from mmspectral.layers import ConditionedLinear
@@ -124,7 +123,7 @@ def flat(outputs):
 def test_every_family_takes_any_batch_and_size(name, part, file_format, tmp_path):
     cfg = classifier(name)
     model, checkpoint = make(cfg, tmp_path)
-    target = tmp_path / "new" / f"model{export_module.SUFFIXES[file_format]}"
+    target = tmp_path / "new" / f"model{exporter.SUFFIXES[file_format]}"
     report = export(cfg, checkpoint, target, file_format, part, size=(64, 64))
     assert list(report.differences) == [(2, 3, 64, 64), (1, 3, 64, 64), (2, 3, 134, 154)]
     run = load(target)
@@ -166,10 +165,10 @@ def test_a_difference_from_eager_mode_stops_the_export(tmp_path, monkeypatch):
     cfg = classifier("xcit")
     _, checkpoint = make(cfg, tmp_path)
 
-    def fold_wrongly(model):
+    def fold_wrongly(model, keep):
         model.head.fc.bias.data += 0.01
 
-    monkeypatch.setattr(export_module, "fold", fold_wrongly)
+    monkeypatch.setattr(exporter, "fold", fold_wrongly)
     target = tmp_path / "out" / "model.pt2"
     with pytest.raises(UsageError, match=r"differs by 1\.0e-02"):
         export(cfg, checkpoint, target, "exported-program", size=(16, 16), fixed_size=True)

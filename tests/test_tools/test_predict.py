@@ -19,7 +19,7 @@ from pycocotools.cocoeval import COCOeval
 
 from mmspectral.apis import find_images, predict
 from mmspectral.apis.detection import COCO_CATEGORY_IDS, category_ids
-from mmspectral.apis.predict import image_ids
+from mmspectral.apis.prediction import image_ids
 from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.errors import UsageError
 
