@@ -37,8 +37,7 @@ class ExportReport:
     Args:
         file: The file.
         outputs: Shape of each output for two images of the size asked for.
-        differences: Greatest absolute difference from the unfolded model in
-            eager mode, by shape of the input.
+        differences: Greatest absolute difference from eager mode by input shape.
     """
 
     file: Path
