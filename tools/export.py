@@ -15,7 +15,7 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
-    require_file,
+    require_checkpoint,
     set_loading,
 )
 
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    require_file(args.checkpoint)
+    require_checkpoint(args.checkpoint)
     cfg = read_config(args.config, args.cfg_options)
     set_loading(args)
     from mmspectral.apis import export  # the backbones, after what is wrong at first sight

@@ -16,9 +16,10 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
-    require_file,
+    require_checkpoint,
     set_loading,
 )
+from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,8 +45,9 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    for file in filter(None, (args.checkpoint, args.ann_file)):
-        require_file(file)
+    require_checkpoint(args.checkpoint)
+    if args.ann_file and not Path(args.ann_file).is_file():
+        raise UsageError(f"There is no annotation file {args.ann_file} in {Path.cwd()}.")
     images = find_images(args.images)
     cfg = read_config(args.config, args.cfg_options)
     set_loading(args)

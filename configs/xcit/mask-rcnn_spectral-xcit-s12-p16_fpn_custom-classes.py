@@ -12,7 +12,6 @@ train_ann, train_img = "annotations/train.json", "train/"
 val_ann, val_img = "annotations/val.json", "val/"
 
 model = dict(
-    backbone=dict(conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full")),
     roi_head=dict(bbox_head=dict(num_classes=len(classes)), mask_head=dict(num_classes=len(classes))),
 )
 metainfo = dict(classes=classes)
