@@ -1,7 +1,10 @@
 """From a command line to the config of a run; imports nothing slow, so that a mistyped path is reported at once."""
 
 import argparse
+import contextlib
 import functools
+import importlib
+import io
 import os
 import pickle
 import sys
@@ -16,7 +19,7 @@ from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, Usa
 
 
 def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Turn the errors that a user can mend into one line and the exit status 2, without a traceback."""
+    """Turn the errors that a user can repair into one line and the exit status 2, without a traceback."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs):
@@ -37,6 +40,10 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
         sys.exit(2)
 
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        return record(guarded)  # torchrun then prints the traceback of the rank that failed first
     return guarded
 
 
@@ -61,12 +68,6 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_file(name: str) -> None:
-    """Raise :class:`UsageError` if ``name`` is a local path without a file."""
-    if "://" not in name and not Path(name).expanduser().is_file():
-        raise UsageError(f"There is no file {name} in {Path.cwd()}.")
-
-
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a training and a test have in common: where results go and how processes are started."""
     add_config_arguments(parser)
@@ -75,6 +76,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", choices=["none", "pytorch", "slurm", "mpi"], default="none", help="job launcher")
     # torch.distributed.launch passes --local-rank from torch 2.0 on, and --local_rank before; torchrun passes neither.
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def require_checkpoint(name: str) -> None:
+    """Raise :class:`UsageError` if ``name`` is a local path without a file."""
+    if "://" not in name and not Path(name).expanduser().is_file():
+        raise UsageError(f"There is no checkpoint {name} in {Path.cwd()}.")
 
 
 def set_loading(args: argparse.Namespace) -> None:
@@ -129,14 +136,22 @@ def run_config(args: argparse.Namespace) -> Config:
         UsageError: There is no such config.
     """
     os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
-    set_loading(args)
     cfg = read_config(args.config, args.cfg_options)
+    set_loading(args)
+    if cfg.get("log_level") != "DEBUG":
+        _import_quietly(f"{host_package(cfg)}.datasets")
     cfg.launcher = args.launcher
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get("work_dir") is None:
         cfg.work_dir = str(Path("work_dirs", Path(args.config.rpartition("::")[2]).stem))
     return cfg
+
+
+def _import_quietly(module: str) -> None:
+    """Import a host's module without its printed notes on optional packages."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(ImportError):
+        importlib.import_module(module)
 
 
 def host_package(cfg: Config) -> str:

@@ -5,21 +5,14 @@ The exit status is 1 when Mask R-CNN could not run.
 """
 
 import argparse
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_environment_module():
-    """Load the checks by their path: importing ``mmspectral`` needs packages that may be the ones missing."""
-    spec = importlib.util.spec_from_file_location(
-        "mmspectral_environment", ROOT / "mmspectral" / "compat" / "environment.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# By its path: importing ``mmspectral`` needs packages that may be the ones missing.
+environment = SimpleNamespace(**runpy.run_path(str(ROOT / "mmspectral" / "compat" / "environment.py")))
 
 
 def main() -> int:
@@ -30,7 +23,6 @@ def main() -> int:
         help="compare the installed versions and import nothing (0.2 s); list only what is wrong",
     )
     parser.add_argument("--tests", action="store_true", help="with --versions-only: also what the tests need")
-    environment = load_environment_module()
     parser.add_argument(
         "--family",
         choices=sorted(environment.FAMILIES),
@@ -41,11 +33,11 @@ def main() -> int:
         parser.error("--tests and --family go with --versions-only")
     if args.versions_only:
         problems = [f for f in environment.check_versions(args.tests, args.family) if f.level != "ok"]
-        environment.format_report(problems)
+        environment.print_report(problems)
         return int(bool(problems))
     sys.path.insert(0, str(ROOT))
     findings = environment.check_environment()
-    environment.format_report(findings)
+    environment.print_report(findings)
     can_run = all(finding.level != "error" for finding in findings)
     print(f"\nMask R-CNN can run here: {'yes' if can_run else 'no'}")
     return int(not can_run)

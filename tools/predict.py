@@ -16,9 +16,9 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
+    require_checkpoint,
     set_loading,
 )
-from mmspectral.engine.runner.launch import require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:

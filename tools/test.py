@@ -7,12 +7,7 @@ Several processes: tools/dist_test.sh, tools/slurm_test.sh.
 
 import argparse
 
-from mmengine.runner import Runner
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from mmspectral.arguments import add_run_arguments, report_usage_errors, run_config
-from mmspectral.engine.runner.launch import launch_run, require_checkpoint
-from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
+from mmspectral.arguments import add_run_arguments, report_usage_errors, require_checkpoint, run_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,12 +22,16 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@record
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    cfg = run_config(args)
     require_checkpoint(args.checkpoint)
+    cfg = run_config(args)
+
+    # Heavy imports come after what a mistyped path stops.
+    from mmspectral.engine.runner.launch import launch_run
+    from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
+
     cfg.load_from = args.checkpoint
     cfg.resume = False
     writer = predictions_writer(cfg, args.out) if args.out else None
@@ -40,7 +39,7 @@ def main() -> None:
     if args.show or args.show_dir:
         show_predictions(cfg, args.show_dir, window=args.show, wait_time=args.wait_time)
 
-    def test(runner: Runner) -> None:
+    def test(runner) -> None:
         for note in notes:
             runner.logger.info(note)
         if writer:

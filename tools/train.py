@@ -7,13 +7,7 @@ Several processes: tools/dist_train.sh, tools/slurm_train.sh.
 
 import argparse
 
-from mmengine.runner import Runner
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from mmspectral.arguments import add_run_arguments, report_usage_errors, run_config
-from mmspectral.datasets.check import check_before_training
-from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
-from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, launch_run, set_resume
+from mmspectral.arguments import add_run_arguments, report_usage_errors, require_checkpoint, run_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -33,20 +27,28 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@record
 @report_usage_errors
 def main() -> None:
     args = parse_args()
+    if args.resume not in (None, "auto"):
+        require_checkpoint(args.resume)
     cfg = run_config(args)
+
+    # Heavy imports come after what a mistyped path stops.
+    from mmengine.runner import Runner
+
+    from mmspectral.datasets.check import check_before_training
+    from mmspectral.engine.runner import launch
+
     if args.amp:
-        enable_amp(cfg)
+        launch.enable_amp(cfg)
     if args.auto_scale_lr:
-        enable_lr_scaling(cfg)
+        launch.enable_lr_scaling(cfg)
     if args.resume is not None:
-        set_resume(cfg, args.resume)
-    make_fault_tolerant(cfg)
+        launch.set_resume(cfg, args.resume)
+    notes = launch.runtime_notes(cfg)
     check_before_training(cfg)
-    launch_run(cfg, Runner.train)
+    launch.launch_run(cfg, Runner.train, notes)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All parameters are trained; dark-deit-small_ft-30e-projections_8xb128_in1k.py tr
 Run on 8 GPUs: bash tools/dist_train.sh configs/dark/dark-deit-small_ft-30e_8xb128_in1k.py 8 --auto-scale-lr
 """
 
-_base_ = "mmpretrain::deit/deit-small_4xb256_in1k.py"
+_base_ = ["mmpretrain::deit/deit-small_4xb256_in1k.py", "../_base_/runtime.py"]
 
 load_from = "https://mmassets.onedl.ai/mmclassification/v0/deit/deit-small_pt-4xb256_in1k_20220218-9425b9bb.pth"
 model = dict(
@@ -16,7 +16,6 @@ model = dict(
     ),
 )
 
-train_dataloader = dict(batch_size=128)
 # A tenth of the rate of the training from scratch; M and the shift start at their calibrated values and move slowly.
 optim_wrapper = dict(
     type="AmpOptimWrapper",
@@ -34,3 +33,8 @@ custom_hooks = [
     dict(type="EMAHook", momentum=4e-5, priority="ABOVE_NORMAL"),
 ]
 auto_scale_lr = dict(base_batch_size=1024)
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(batch_size=128, persistent_workers=False, dataset=dict(pipeline=train_pipeline))

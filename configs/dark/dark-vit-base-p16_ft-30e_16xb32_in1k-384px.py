@@ -4,7 +4,7 @@ Run on 16 GPUs, or on 8 with --auto-scale-lr:
 bash tools/dist_train.sh configs/dark/dark-vit-base-p16_ft-30e_16xb32_in1k-384px.py 8 --auto-scale-lr
 """
 
-_base_ = "mmpretrain::deit/deit-base_16xb32_in1k-384px.py"
+_base_ = ["mmpretrain::deit/deit-base_16xb32_in1k-384px.py", "../_base_/runtime.py"]
 
 load_from = "https://mmassets.onedl.ai/mmclassification/v0/vit/vit-base-p16_pt-32xb128-mae_in1k_20220623-4c544545.pth"
 model = dict(
@@ -30,3 +30,8 @@ custom_hooks = [
     dict(type="mmspectral.DarkCalibrationHook", num_batches=4),
     dict(type="mmspectral.FeatureRedrawHook", interval=1000),
 ]
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

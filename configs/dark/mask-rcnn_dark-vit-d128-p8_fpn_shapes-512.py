@@ -6,10 +6,8 @@ Then: python tools/train.py configs/dark/mask-rcnn_dark-vit-d128-p8_fpn_shapes-5
 
 _base_ = "./mask-rcnn_dark-vit-d128-p8_fpn_shapes.py"
 
-model = dict(backbone=dict(kernel=dict(type="dark", num_features=64, proposal="sharp", shift="fixed")))
-
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.RandomFlip", prob=0.5),
     dict(type="mmdet.PackDetInputs"),

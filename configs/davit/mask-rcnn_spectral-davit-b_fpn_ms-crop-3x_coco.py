@@ -11,8 +11,6 @@ model = dict(
     backbone=dict(
         arch="base",
         drop_path_rate=0.3,
-        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
-        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
         init_cfg=dict(checkpoint=pretrained),
     ),
     neck=dict(in_channels=[128, 256, 512, 1024]),

@@ -8,8 +8,6 @@ _base_ = "./mask-rcnn_spectral-davit-t_fpn_ms-crop-3x_coco.py"
 model = dict(
     backbone=dict(
         drop_path_rate=0.1,
-        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
-        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
     ),
 )
 

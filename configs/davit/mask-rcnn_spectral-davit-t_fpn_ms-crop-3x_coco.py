@@ -3,7 +3,7 @@
 Run: bash tools/dist_train.sh configs/davit/mask-rcnn_spectral-davit-t_fpn_ms-crop-3x_coco.py 8
 """
 
-_base_ = "mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x_coco.py"
+_base_ = ["mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x_coco.py", "../_base_/runtime.py"]
 
 # The start: a spectral ImageNet checkpoint of this project (configs/davit/spectral-davit-tiny_4xb256_in1k.py).
 # To start from stock weights instead, set their path or URL and conditioning=dict(preserve_function=True).
@@ -33,3 +33,8 @@ param_scheduler = [
 
 val_evaluator = dict(type="mmspectral.CocoMetric")
 test_evaluator = val_evaluator
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

@@ -3,7 +3,7 @@
 Run on 8 GPUs: bash tools/dist_train.sh configs/davit/spectral-davit-tiny_4xb256_in1k.py 8 --auto-scale-lr
 """
 
-_base_ = "mmpretrain::davit/davit-tiny_4xb256_in1k.py"
+_base_ = ["mmpretrain::davit/davit-tiny_4xb256_in1k.py", "../_base_/runtime.py"]
 
 model = dict(
     backbone=dict(
@@ -27,3 +27,8 @@ param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
     dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
 ]
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

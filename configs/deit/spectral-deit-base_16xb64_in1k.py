@@ -3,7 +3,7 @@
 Run on 8 GPUs: bash tools/dist_train.sh configs/deit/spectral-deit-base_16xb64_in1k.py 8 --auto-scale-lr
 """
 
-_base_ = "mmpretrain::deit/deit-base_16xb64_in1k.py"
+_base_ = ["mmpretrain::deit/deit-base_16xb64_in1k.py", "../_base_/runtime.py"]
 
 model = dict(
     backbone=dict(
@@ -17,7 +17,6 @@ model = dict(
 )
 
 # Recipe: facebookresearch/deit, main.py; 1024 images, learning rate 5e-4 * 1024 / 512, weights averaged at .99996.
-train_dataloader = dict(sampler=dict(type="RepeatAugSampler"))
 optim_wrapper = dict(
     type="AmpOptimWrapper",
     paramwise_cfg=dict(custom_keys={".dist_token": dict(decay_mult=0.0)}),
@@ -27,3 +26,10 @@ param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
     dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
 ]
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(
+    sampler=dict(type="RepeatAugSampler"), persistent_workers=False, dataset=dict(pipeline=train_pipeline)
+)

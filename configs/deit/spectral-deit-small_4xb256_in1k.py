@@ -8,8 +8,6 @@ _base_ = "./spectral-deit-base_16xb64_in1k.py"
 model = dict(
     backbone=dict(
         arch="deit-small",
-        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
-        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
     ),
     head=dict(in_channels=384),
 )

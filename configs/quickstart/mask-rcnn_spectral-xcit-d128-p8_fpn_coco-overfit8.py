@@ -5,11 +5,9 @@ Run: MMSPECTRAL_COCO=data/coco/ python tools/train.py with this file.
 
 _base_ = "./mask-rcnn_spectral-xcit-d128-p8_fpn_coco.py"
 
-model = dict(backbone=dict(conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full")))
-
 # No flip; each epoch repeats the eight images, since starting the workers costs more than two iterations.
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.Resize", scale=(320, 240), keep_ratio=True),
     dict(type="mmdet.PackDetInputs"),

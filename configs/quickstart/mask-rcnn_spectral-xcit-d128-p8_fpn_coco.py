@@ -10,12 +10,11 @@ _base_ = [
 data_root = "{{$MMSPECTRAL_COCO:data/coco/}}"
 num_classes = 80
 model = dict(
-    backbone=dict(conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full")),
     roi_head=dict(bbox_head=dict(num_classes=num_classes), mask_head=dict(num_classes=num_classes)),
 )
 
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.Resize", scale=(320, 240), keep_ratio=True),
     dict(type="mmdet.RandomFlip", prob=0.5),

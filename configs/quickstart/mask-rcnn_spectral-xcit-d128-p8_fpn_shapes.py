@@ -9,6 +9,7 @@ _base_ = [
     "../_base_/datasets/shapes_instance.py",
     "mmdet::_base_/schedules/schedule_1x.py",
     "mmdet::_base_/default_runtime.py",
+    "../_base_/runtime.py",
 ]
 
 num_classes = 4
@@ -76,5 +77,9 @@ param_scheduler = [
     ),
 ]
 auto_scale_lr = dict(base_batch_size=2)
-default_hooks = dict(logger=dict(interval=20), checkpoint=dict(interval=1, max_keep_ckpts=3))
+default_hooks = dict(
+    _base_.exact_resume,
+    logger=dict(interval=20),
+    checkpoint=dict(_base_.exact_resume.checkpoint, interval=1, max_keep_ckpts=3),
+)
 randomness = dict(seed=0)

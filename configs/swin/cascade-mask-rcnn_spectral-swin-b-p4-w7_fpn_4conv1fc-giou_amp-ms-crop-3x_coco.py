@@ -5,7 +5,10 @@ bash tools/dist_train.sh configs/swin/cascade-mask-rcnn_spectral-swin-b-p4-w7_fp
 """
 
 # mmdet has no Cascade config for Swin; that of ConvNeXt has the same heads, pipelines and schedule.
-_base_ = "mmdet::convnext/cascade-mask-rcnn_convnext-t-p4-w7_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py"
+_base_ = [
+    "mmdet::convnext/cascade-mask-rcnn_convnext-t-p4-w7_fpn_4conv1fc-giou_amp-ms-crop-3x_coco.py",
+    "../_base_/runtime.py",
+]
 
 # The start: a spectral ImageNet checkpoint of this project (configs/swin/spectral-swin-base_16xb64_in1k.py).
 # To start from stock weights instead, set their path or URL and conditioning=dict(preserve_function=True).
@@ -41,3 +44,8 @@ optim_wrapper = dict(
 
 val_evaluator = dict(type="mmspectral.CocoMetric")
 test_evaluator = val_evaluator
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

@@ -4,7 +4,7 @@ Run on 8 GPUs: bash tools/dist_train.sh configs/vit/spectral-vit-base-p16_32xb12
 """
 
 # The recipe of MAE (arXiv 2111.06377, appendix A.2) for supervised training from scratch.
-_base_ = "mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
+_base_ = ["mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py", "../_base_/runtime.py"]
 
 model = dict(
     backbone=dict(
@@ -17,3 +17,8 @@ model = dict(
 )
 
 optim_wrapper = dict(type="AmpOptimWrapper")
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

@@ -9,8 +9,6 @@ model = dict(
     backbone=dict(
         arch="large",
         drop_path_rate=0.2,
-        # The paper's lambda is 10 (scale=10.0), which starts this dot-product attention one-hot: README.md.
-        conditioning=dict(type="IdentityCorrection", scale=1.0, scope="full"),
     ),
     head=dict(in_channels=1024),
 )

@@ -5,10 +5,8 @@ Run: bash tools/dist_train.sh configs/xcit/mask-rcnn_spectral-xcit-s12-p16_fpn_1
 
 _base_ = "./mask-rcnn_spectral-xcit-s12-p16_fpn_ms-crop-3x_coco.py"
 
-model = dict(backbone=dict(conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full")))
-
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.Resize", scale=(1333, 800), keep_ratio=True),
     dict(type="mmdet.RandomFlip", prob=0.5),

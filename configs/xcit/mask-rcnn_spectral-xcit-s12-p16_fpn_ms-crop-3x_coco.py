@@ -5,7 +5,7 @@ Recipe: facebookresearch/xcit, detection/configs/xcit (36 epochs, 8 GPUs x 2 ima
 Run: bash tools/dist_train.sh configs/xcit/mask-rcnn_spectral-xcit-s12-p16_fpn_ms-crop-3x_coco.py 8
 """
 
-_base_ = "mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x_coco.py"
+_base_ = ["mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x_coco.py", "../_base_/runtime.py"]
 
 # The start: a spectral ImageNet checkpoint of this project (configs/xcit/spectral-xcit-small-12-p16_8xb128_in1k.py).
 # To start from stock XCiT weights instead, set their path and conditioning=dict(preserve_function=True).
@@ -37,3 +37,8 @@ optim_wrapper = dict(type="AmpOptimWrapper")
 
 val_evaluator = dict(type="mmspectral.CocoMetric")
 test_evaluator = val_evaluator
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(persistent_workers=False, dataset=dict(pipeline=train_pipeline))

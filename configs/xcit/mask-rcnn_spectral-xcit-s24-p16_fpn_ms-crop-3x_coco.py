@@ -13,7 +13,6 @@ model = dict(
     backbone=dict(
         arch="small-24",
         patch_size=16,
-        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
         out_indices=(7, 11, 15, 23),
         init_cfg=dict(checkpoint=pretrained),
     ),

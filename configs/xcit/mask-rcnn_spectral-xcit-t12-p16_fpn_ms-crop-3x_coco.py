@@ -13,7 +13,6 @@ model = dict(
     backbone=dict(
         arch="tiny-12",
         patch_size=16,
-        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
         out_indices=(3, 5, 7, 11),
         init_cfg=dict(checkpoint=pretrained),
     ),

@@ -7,8 +7,6 @@ Run: bash tools/dist_train.sh configs/xcit/spectral-xcit-medium-24-p16_8xb128-fs
 
 _base_ = "./spectral-xcit-medium-24-p16_8xb128_in1k.py"
 
-model = dict(backbone=dict(conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full")))
-
 runner_type = "FlexibleRunner"
 strategy = dict(
     type="FSDPStrategy",
@@ -21,3 +19,13 @@ strategy = dict(
     state_dict_cfg="full",  # checkpoints as without sharding
 )
 custom_hooks = []
+# The strategy writes the checkpoints; without exact resume.
+default_hooks = dict(
+    _delete_=True,
+    timer=dict(type="IterTimerHook"),
+    logger=dict(type="LoggerHook", interval=100),
+    param_scheduler=dict(type="ParamSchedulerHook"),
+    checkpoint=dict(type="CheckpointHook", interval=1),
+    sampler_seed=dict(type="DistSamplerSeedHook"),
+    visualization=dict(type="VisualizationHook", enable=False),
+)

@@ -4,7 +4,7 @@ Top-1 of stock XCiT by its authors, without distillation: 82.0.
 Run: bash tools/dist_train.sh configs/xcit/spectral-xcit-small-12-p16_8xb128_in1k.py 8
 """
 
-_base_ = "mmpretrain::xcit/xcit-small-12-p16_8xb128_in1k.py"
+_base_ = ["mmpretrain::xcit/xcit-small-12-p16_8xb128_in1k.py", "../_base_/runtime.py"]
 
 model = dict(
     backbone=dict(
@@ -22,7 +22,6 @@ model = dict(
 )
 
 # Recipe: facebookresearch/xcit, main.py; 8 x 128 = 1024 images, learning rate 5e-4 * 1024 / 512.
-train_dataloader = dict(sampler=dict(type="RepeatAugSampler"))
 optim_wrapper = dict(type="AmpOptimWrapper")
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
@@ -30,3 +29,10 @@ param_scheduler = [
 ]
 train_cfg = dict(max_epochs=400)
 custom_hooks = [dict(type="mmpretrain.EMAHook", momentum=4e-5, priority="ABOVE_NORMAL")]
+
+# Exact resume: ../_base_/runtime.py
+default_hooks = _base_.exact_resume
+train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]
+train_dataloader = dict(
+    sampler=dict(type="RepeatAugSampler"), persistent_workers=False, dataset=dict(pipeline=train_pipeline)
+)

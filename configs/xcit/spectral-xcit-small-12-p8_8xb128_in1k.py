@@ -10,6 +10,5 @@ model = dict(
     backbone=dict(
         arch="small-12",
         patch_size=8,
-        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
 )

@@ -10,6 +10,5 @@ model = dict(
     backbone=dict(
         arch="small-24",
         patch_size=16,
-        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
 )

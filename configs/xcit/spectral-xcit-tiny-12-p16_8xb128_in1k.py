@@ -10,7 +10,6 @@ model = dict(
     backbone=dict(
         arch="tiny-12",
         patch_size=16,
-        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
     head=dict(in_channels=192),
 )

@@ -19,6 +19,7 @@ W, W_PLUS_C = dict(ls="--", marker="o", ms=4, mfc="none"), dict(ls="-", marker="
 TABLE_CORRELATION = 0.5
 ONE_HOT = 0.05  # share of the entropy of uniform attention
 NOISE = 0.005  # of AP and accuracy: what one run may differ from another by
+METRICS = {"coco/bbox_mAP": "box AP", "coco/segm_mAP": "mask AP", "accuracy/top1": "top-1 accuracy"}
 GRADES = {"good": "✓ good", "even": "≈ equal", "bad": "✗ not good", "unknown": "? not known"}
 HOOK = "custom_hooks=[dict(type='mmspectral.ConditioningHook', interval=100)]"
 
@@ -126,7 +127,7 @@ def _run_findings(logs: Mapping[str, RunLog]) -> list[Finding]:
         ends = [each[name][-1][1] if each.get(name) else None for each in curves]
         cells = [format_number(value) if value is not None else "not logged" for value in ends]
         topic = {"gradient norm": "Gradient of W (median norm, last logged)", "loss": "Training loss (last logged)"}
-        topic = topic.get(name, f"{name} (last validation)")
+        topic = topic.get(name, f"{METRICS.get(name, name)} (last validation)")
         if None in ends:
             hint = f"train with {HOOK}" if name == "gradient norm" else "pass the folder of each run"
             findings.append(Finding(topic, *cells, "unknown", f"Nothing to compare: {hint}."))
@@ -139,9 +140,9 @@ def _run_findings(logs: Mapping[str, RunLog]) -> list[Finding]:
                 f"{'larger' if ratio > 1 else 'smaller'} than in the stock twin."
             )  # fmt: skip
         elif name == "loss":
-            grade = "good" if ratio < 0.99 else "bad" if ratio > 1.01 else "even"
+            grade = "good" if ratio < 0.95 else "bad" if ratio > 1.05 else "even"
             text = {"good": "Lower than that of the stock twin.", "bad": "Higher than that of the stock twin."}
-            text = text.get(grade, "Equal within 1 %.")
+            text = text.get(grade, "Equal within 5 %.")
         else:
             gap = ends[0] - ends[1]
             points = NOISE * (100 if max(ends) > 1 else 1)  # mmpretrain's accuracy is in percent
@@ -160,7 +161,7 @@ def _headline(findings: Sequence[Finding]) -> str:
     if not metrics:
         return f"{text}. Whether it trains better is not known: no result of both runs was given."
     words = {"good": "higher", "bad": "lower", "even": "about equal"}
-    results = (f"{f.topic.split()[0]} {words[f.grade]} ({f.ours} / {f.twin})" for f in metrics)
+    results = (f"{f.topic.partition(' (')[0]} {words[f.grade]} ({f.ours} / {f.twin})" for f in metrics)
     return f"{text}. Results: {', '.join(results)}."
 
 
@@ -184,7 +185,7 @@ def _glance(states: Sequence[ModelState]) -> _Section:
         f"correlation {TABLE_CORRELATION:g}. A dash means that the model has no such matrix or layer."
     )
     return _Section(
-        "glance", "Every state at a glance", [text], tables=[("Largest values by state", groups, header, rows)]
+        "glance", "Every state at a glance", [text], tables=[("Worst values by state", groups, header, rows)]
     )
 
 
@@ -241,28 +242,24 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
 
     def draw(figure) -> None:
         columns = min(3, len(names) + kappa)
-        axes = figure.subplots(-(-(len(names) + kappa) // columns), columns, squeeze=False).flat
-        for axis, name in zip(axes, names, strict=False):
-            for color, (run, log) in _colored(logs.items()):
+        axes = list(figure.subplots(-(-(len(names) + kappa) // columns), columns, squeeze=False).flat)
+        for color, (run, log) in _colored(logs.items()):
+            for axis, name in zip(axes, names, strict=False):
                 if name in log.curves:
                     axis.plot(*zip(*log.curves[name], strict=True), ".-", color=color, label=run)
-            validation = name not in ("loss", "gradient norm")
-            axis.set(title=_plain(name), xlabel="epoch or iteration of the validation" if validation else "iteration")
-        for axis in list(axes)[len(names) :] if kappa else ():
-            for color, (run, log) in _colored(logs.items()):
-                for kind, style in (("W", W), ("W + C", W_PLUS_C)):
-                    worst: dict[int, float] = {}
-                    for series, points in log.kappa.items():
-                        if series.endswith(f", {kind}"):
-                            for step, value in points:
-                                worst[step] = max(value, worst.get(step, 0.0))
-                    if worst:
-                        axis.plot(
-                            *zip(*sorted(worst.items()), strict=True), color=color, label=f"{kind}, {run}", **style
-                        )
-            axis.set(title="largest κ", xlabel="iteration", yscale="log")
-            break
-        for axis in figure.axes:
+            for kind, style in (("W", W), ("W + C", W_PLUS_C)):
+                worst: dict[int, float] = {}
+                for step, value in (p for name, curve in log.kappa.items() if name[3:] == kind for p in curve):
+                    worst[step] = max(value, worst.get(step, 0.0))
+                if worst:
+                    points = zip(*sorted(worst.items()), strict=True)
+                    axes[len(names)].plot(*points, color=color, label=f"{kind}, {run}", **style)
+        for axis, name in zip(axes, names, strict=False):
+            unit = "iteration" if name in ("loss", "gradient norm") else "epoch or iteration of the validation"
+            axis.set(title=_plain(METRICS.get(name, name)), xlabel=unit)
+        if kappa:
+            axes[len(names)].set(title="largest κ", xlabel="iteration", yscale="log")
+        for axis in axes:
             axis.grid(alpha=0.4) if axis.lines else axis.remove()
 
     rows = [

@@ -123,13 +123,7 @@ def probe_backbone(
 
 
 def measure_start(layer: ProbedLayer, conditioning: dict | None, correlation: float) -> Start:
-    """Measure a copy of a layer with its projections conditioned.
-
-    Args:
-        layer: Taken by :func:`probe_backbone`.
-        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
-        correlation: Of two tokens.
-    """
+    """Measure a copy of a layer with its projections conditioned, on tokens of this correlation."""
     module, tokens = _conditioned(layer, conditioning, correlation)
     with torch.no_grad():
         found = saturation(module.attention_logits(tokens))
@@ -151,7 +145,7 @@ def saturation_rows(
     """Measure a backbone with ``IdentityCorrection`` at every scale, form and correlation.
 
     Args:
-        backbone: One entry of what :func:`probe_backbone` returned.
+        backbone: From :func:`probe_backbone`.
         scales: Values of lambda; 0 is no correction, and measured once.
         correlations: Of two probe tokens.
         preserve_norms: Forms of the correction: None, and standard deviations of
@@ -166,17 +160,11 @@ def saturation_rows(
                 if scale == 0 and form != preserve_norms[0]:
                     continue
                 starts = [measure_start(layer, identity(scale, form), correlation) for layer in layers]
-                rows.append(
-                    SaturationRow(
-                        backbone.name,
-                        scale,
-                        form if scale else None,
-                        correlation,
-                        statistics.fmean(start.relative_entropy for start in starts),
-                        max(start.largest_logit for start in starts),
-                        *(_gradient_ratio(starts, reference, role) for role in "qk"),
-                    )
-                )
+                entropy = statistics.fmean(start.relative_entropy for start in starts)
+                logit = max(start.largest_logit for start in starts)
+                gradients = (_gradient_ratio(starts, reference, role) for role in "qk")
+                case = (backbone.name, scale, form if scale else None, correlation)
+                rows.append(SaturationRow(*case, entropy, logit, *gradients))
     return rows
 
 
@@ -244,15 +232,8 @@ def saturation_table(rows: Sequence[SaturationRow]) -> str:
         groups.setdefault((row.model, row.preserve_norm, row.scale), {})[row.correlation] = row
     for (model, form, scale), group in groups.items():
         label = f"{scale:g}" if form is None else f"{scale:g}, norm kept"
-        cells = [
-            " / ".join(f"{getattr(group[c], name):{style}}" for c in correlations)
-            for name, style in (
-                ("relative_entropy", ".2f"),
-                ("largest_logit", ".3g"),
-                ("gradient_q", ".2g"),
-                ("gradient_k", ".2g"),
-            )
-        ]
+        styles = dict(relative_entropy=".2f", largest_logit=".3g", gradient_q=".2g", gradient_k=".2g")
+        cells = [" / ".join(f"{getattr(group[c], name):{styles[name]}}" for c in correlations) for name in styles]
         lines.append(f"| {model} | {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

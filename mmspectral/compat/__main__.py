@@ -61,17 +61,6 @@ def install(file: Path) -> None:
         raise
 
 
-def uninstall(file: Path) -> bool:
-    """Remove the ``.pth`` file and return whether there was one.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
-    existed = file.exists()
-    file.unlink(missing_ok=True)
-    return existed
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m mmspectral.compat", description=__doc__.partition("\n")[0])
@@ -90,8 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "install":
             install(file)
             print(f"wrote {file}: mmcv's operators and mmpretrain's import are served in every process")
+        elif file.exists():
+            file.unlink()
+            print(f"removed {file}")
         else:
-            print(f"removed {file}" if uninstall(file) else f"there was no {file}")
+            print(f"there was no {file}")
     except OSError as error:
         print(
             f"cannot {command} {file}: {error.strerror}. "

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FRAMEWORKS = ("torch>=2.4", "torchvision>=0.19")
@@ -274,9 +274,9 @@ def _try_operators(device: str, remedy: str) -> Finding:
     return Finding("ok", subject, "RoIAlign and NMS give the expected values")
 
 
-def format_report(findings: Iterable[Finding], write: Callable[[str], object] = print) -> None:
-    """Write one line for each finding, and its remedy below it."""
+def print_report(findings: Iterable[Finding]) -> None:
+    """Print one line for each finding, and its remedy below it."""
     for level, subject, detail, remedy in findings:
-        write(f"{level:8}{subject}: {detail}")
+        print(f"{level:8}{subject}: {detail}")
         if remedy:
-            write(f"{'':8}remedy: {remedy}")
+            print(f"{'':8}remedy: {remedy}")

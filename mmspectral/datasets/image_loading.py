@@ -58,7 +58,7 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
             if not self.skip_unreadable:
                 raise UnreadableImageError(
                     f"{reason}. Restore the file or take it out of the annotations; to train without it, "
-                    "pass --cfg-options fault_tolerance.skip_unreadable=True to tools/train.py."
+                    "set skip_unreadable=True of LoadImageFromFile in train_dataloader.dataset.pipeline."
                 ) from error
         self.skipped += 1
         print_log(f"Image skipped, {self.skipped} in this process: {reason}.", "current", logging.WARNING)

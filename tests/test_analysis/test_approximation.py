@@ -71,7 +71,7 @@ def test_a_flat_kernel_is_easy_to_estimate_and_far_from_softmax():
 
 @pytest.mark.parametrize("t", [1.0, 0.5])
 def test_error_falls_as_one_over_the_root_of_m(t):
-    """Case C9, against the kernel that is estimated; at greater norms tails are heavy and the fall is slower."""
+    """Against the kernel that is estimated; at greater norms tails are heavy and the fall is slower."""
     q, k, v = tokens(0.5)
     M = t * torch.eye(16, dtype=torch.float64)[None]
     own, sizes, errors = kernel_attention(q, k, v, M), [2**i for i in range(4, 13, 2)], []

@@ -9,8 +9,7 @@ import torch
 
 from mmspectral.analysis import dark_calibration
 from mmspectral.analysis.approximation import approximation_error
-from mmspectral.analysis.dark_calibration import Fit, calibrate_geometry
-from mmspectral.analysis.dark_geometry import Geometry, effective_rank, query_key_moments
+from mmspectral.analysis.dark_calibration import Fit, Geometry, calibrate_geometry, effective_rank, query_key_moments
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import softmax_attention
 from mmspectral.ops.random_features.features import draw_projection

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mmspectral.analysis.calibration_images import calibration_batches
+from mmspectral.analysis import calibrate_model, calibration_batches, calibration_table, gather_inputs, write_csv
 from mmspectral.analysis.dark_calibration import Fit
-from mmspectral.analysis.model_calibration import calibrate_model, gather_inputs, markdown_table, write_csv
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.models import DarkViT
 from mmspectral.ops.random_features.baselines import softmax_attention
@@ -96,7 +95,7 @@ def test_every_layer_is_set_to_a_smaller_error(fit, tmp_path):
     again = vit(dict(type="dark", **BOTH))
     assert calibrate_model(again, images(), fit=fit) == rows, "the result depends on the seed alone"
     assert calibrate_model(again, images(), fit=fit) == rows, "and not on how the kernels are set"
-    table = markdown_table(rows).splitlines()
+    table = calibration_table(rows).splitlines()
     assert table[2].startswith(f"| layers.0.attn.kernel | 12 | {rows[0].effective_rank:.1f} |") and len(table) == 5
     write_csv(rows, tmp_path / "rows.csv")
     assert f"layers.1.attn.kernel,12,{rows[1].effective_rank}," in (tmp_path / "rows.csv").read_text()

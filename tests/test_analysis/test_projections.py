@@ -1,14 +1,22 @@
 """Which matrices the q, k and v projections are, for every kind of conditioning and for none."""
 
+import cv2
 import pytest
 import torch
 from mmpretrain.models.backbones import XCiT
 from torch import nn
 
-from mmspectral.analysis.projections import attention_projections, spectrum
+from mmspectral.analysis import (
+    attention_projections,
+    plot_projection_conditions,
+    projection_conditions,
+    spectrum,
+    spread,
+)
 from mmspectral.layers import build_conditioning, condition_linear
 from mmspectral.layers.alternatives import QKNorm, SpectralNorm
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.models import SpectralXCiT
 
 
 def attention(conditioning, row_order="[3][heads][d]"):
@@ -33,7 +41,6 @@ def test_spectrum_of_known_matrices():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_rank_deficient_and_non_finite_matrices_have_no_kappa(dtype):
-    """users.md C12."""
     singular = spectrum(torch.ones(6, 4, dtype=dtype))
     assert singular.rank_deficient and singular.sigma_max == pytest.approx(24**0.5)
     assert spectrum(torch.zeros(3, 3, dtype=dtype)).rank_deficient
@@ -99,6 +106,23 @@ def test_multihead_attention_of_torch(separate):
     assert corrected[1].kappa == pytest.approx(kappa(query + 10 * torch.eye(8)), rel=1e-6)
 
 
+class Odd(nn.Module):
+    """A fused projection that is not three times as wide as its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 20)
+
+
+class Grouped(nn.Module):
+    """Separate projections with fewer heads for k and v, as in language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+
 def test_stock_backbones_are_found_by_their_names():
     model = XCiT(patch_size=8, embed_dims=16, depth=2, num_heads=2, cls_attn_layers=1)
     assert list(attention_projections(model)) == [
@@ -106,6 +130,12 @@ def test_stock_backbones_are_found_by_their_names():
         *(f"ca_layers.0.attn.{role}" for role in "qkv"),
     ]
     assert attention_projections(nn.Sequential(nn.Linear(3, 9))) == {}
+    found = attention_projections(nn.ModuleDict(dict(odd=Odd(), grouped=Grouped())))
+    assert {name: p.layout.num_heads for name, p in found.items()} == {
+        "grouped.q_proj": 4,
+        "grouped.k_proj": 2,
+        "grouped.v_proj": 2,
+    }
 
 
 def test_gradient_norms_by_role():
@@ -115,3 +145,51 @@ def test_gradient_norms_by_role():
     layer.qkv(torch.randn(4, 8)).square().sum().backward()
     expected = {role: block.norm().item() for role, block in zip("qkv", layer.qkv.weight.grad.split(8), strict=True)}
     assert projection.gradient_norms() == pytest.approx(expected)
+
+
+def xcit(conditioning):
+    torch.manual_seed(0)
+    model = SpectralXCiT(arch=dict(embed_dims=64, depth=2, num_heads=4), patch_size=8, conditioning=conditioning)
+    model.init_weights()
+    return model
+
+
+@pytest.mark.parametrize("scope", ["full", "head"])
+def test_every_projection_is_listed_with_the_kappa_of_its_scope(scope):
+    model = xcit(dict(type="IdentityCorrection", scale=10.0, scope=scope))
+    rows = projection_conditions(model)
+    assert [(row.layer, row.role) for row in rows] == [
+        (f"xca_layers.{i}.attn.qkv", role) for i in range(2) for role in "qkv"
+    ]
+    query = model.xca_layers[0].attn.qkv.weight[:64].double()
+    correction = 10 * torch.eye(64, dtype=torch.float64)
+    if scope == "head":
+        query, correction = query.view(4, 16, 64), 10 * torch.eye(16, 64, dtype=torch.float64)
+    assert rows[0].kappa_without == pytest.approx(torch.linalg.cond(query).max().item())
+    assert rows[0].kappa_with == pytest.approx(torch.linalg.cond(query + correction).max().item())
+    assert all(row.kappa_with < 1.1 < row.kappa_without for row in rows)
+
+
+def test_rank_deficient_projection_is_infinite():
+    model = xcit(dict(type="IdentityCorrection"))
+    with torch.no_grad():
+        model.xca_layers[0].attn.qkv.weight[:64] = 1.0
+    assert projection_conditions(model)[0].kappa_without == float("inf")
+
+
+def test_plot_is_a_picture_and_needs_something_to_draw(tmp_path):
+    plot_projection_conditions(
+        projection_conditions(xcit(dict(type="IdentityCorrection"))), str(tmp_path / "kappa.png"), "title"
+    )
+    assert cv2.imread(str(tmp_path / "kappa.png")).std() > 5
+    with pytest.raises(ValueError, match="no conditioned projection"):
+        plot_projection_conditions(projection_conditions(xcit(None)), str(tmp_path / "empty.png"))
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, "a"), (2, "ae"), (3, "ace"), (4, "abde"), (5, "abcde"), (9, "abcde")]
+)
+def test_spread(count, expected):
+    assert "".join(spread("abcde", count)) == expected
+    with pytest.raises(ValueError, match="at least one"):
+        spread("abcde", 0)

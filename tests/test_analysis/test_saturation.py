@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from mmspectral.analysis.projections import spread
+from mmspectral.analysis import write_csv
 from mmspectral.analysis.saturation import (
     ProbedBackbone,
     ProbedLayer,
     SaturationRow,
     identity,
     largest_scale,
-    markdown_table,
     measure_start,
     probe_backbone,
     saturation_rows,
-    write_csv,
+    saturation_table,
 )
 from mmspectral.layers import build_conditioning, condition_linear, probe_tokens
 from mmspectral.models.sites import ConditionedBackbone
@@ -94,7 +93,7 @@ def test_rows_are_relative_to_lambda_zero():
         if row.scale == 0:
             assert row.gradient_q == row.gradient_k == 1
     one_hot = rows[2]
-    # facts.md A4: the logit of a token with itself is about lambda^2 sqrt(d).
+    # The logit of a token with itself is about lambda^2 sqrt(d).
     assert one_hot.largest_logit > 100 * math.sqrt(32) and one_hot.relative_entropy < 1e-6
     assert one_hot.gradient_q < 1e-6 < 0.05 < rows[1].gradient_q
 
@@ -151,7 +150,7 @@ def test_table_and_file(tmp_path):
         row(preserve_norm=0.02),
         row(correlation=0.9, preserve_norm=0.02),
     ]
-    lines = markdown_table(rows).splitlines()
+    lines = saturation_table(rows).splitlines()
     assert lines[0].startswith("| backbone | lambda | entropy share at correlation 0.5 / 0.9 |")
     assert lines[2] == "| m | 1 | 0.25 / 0.50 | 123 / 123 | 0.12 / 0.12 | 8 / 8 |"
     assert lines[3].startswith("| m | 1, norm kept | 0.25 / 0.25 |") and len(lines) == 4
@@ -202,12 +201,3 @@ def test_registered_backbones_warn_where_attention_is_a_dot_product(name):
     for scale, expected in ((10.0, name != "SpectralXCiT"), (0, False)):
         cfg = dict(type=f"mmspectral.{name}", arch=arch, conditioning=identity(scale))
         assert len(build_and_catch(lambda cfg=cfg: MODELS.build(cfg))) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"), [(1, "a"), (2, "ae"), (3, "ace"), (4, "abde"), (5, "abcde"), (9, "abcde")]
-)
-def test_spread(count, expected):
-    assert "".join(spread("abcde", count)) == expected
-    with pytest.raises(ValueError, match="at least one"):
-        spread("abcde", 0)

@@ -56,7 +56,7 @@ def wrap(state, form):
 @pytest.mark.parametrize("given_prefix", [False, True])
 @pytest.mark.parametrize("form", ["bare", "state_dict", "model", "backbone", "module", "module.backbone"])
 def test_every_wrapping_loads_completely(form, given_prefix, source, tmp_path):
-    """users.md A1 and A3: stock mmpretrain keeps random weights in silence for several of these."""
+    """Stock mmpretrain keeps random weights in silence for several of these."""
     torch.save(wrap(source.state_dict(), form), tmp_path / "file.pth")
     prefix = {"backbone": "backbone.", "module": "module.", "module.backbone": "module.backbone."}.get(form, "")
     model = build(init_cfg=pretrained(tmp_path / "file.pth", **(dict(prefix=prefix) if given_prefix else {})))
@@ -244,7 +244,6 @@ SWIN = dict(arch=dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2]))
 
 @pytest.mark.parametrize(("old", "new"), [(12, 7), (7, 12)])
 def test_bias_tables_of_another_window(old, new, tmp_path):
-    """users.md A6."""
     timm_layers = pytest.importorskip("timm.layers")
     torch.manual_seed(0)
     big, small = SpectralSwin(**SWIN, window_size=old), SpectralSwin(**SWIN, window_size=new)
@@ -269,7 +268,7 @@ VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)
 
 @pytest.mark.parametrize("size", [(64, 96), (96, 64), (80, 112)])
 def test_positions_of_another_grid(size, tmp_path):
-    """users.md A7: the file says its grid, which a square one of as many rows would not tell."""
+    """The file says its grid, which a square one of as many rows would not tell."""
     torch.manual_seed(0)
     old, new = SpectralViT(VIT, img_size=(64, 96), patch_size=16), SpectralViT(VIT, img_size=size, patch_size=16)
     rows = torch.arange(4.0).view(4, 1, 1).expand(4, 6, 16)  # the row of each patch
@@ -286,7 +285,7 @@ def test_positions_of_another_grid(size, tmp_path):
 
 @pytest.mark.parametrize("from_distilled", [True, False])
 def test_distillation_token(from_distilled, tmp_path):
-    """users.md A10: 198 rows of a distilled file into 197 and back, under the official names."""
+    """198 rows of a distilled file into 197 and back, under the official names."""
     torch.manual_seed(0)
     arch = dict(VIT, num_layers=2)
     old, new = (SpectralDeiT(arch, distillation=d) for d in (from_distilled, not from_distilled))
@@ -329,7 +328,7 @@ def classifier(num_classes, conditioning=None):
 
 
 def test_a_head_of_other_classes_is_skipped_and_listed():
-    """users.md A12, on a classifier; on a Mask R-CNN below."""
+    """On a classifier; on a Mask R-CNN below."""
     source, target = classifier(80), classifier(2)
     weights, report = fit_to_model(target, {"state_dict": source.state_dict()}, "file.pth")
     assert report.share == 1 and report.skipped == ("head.fc.weight", "head.fc.bias")
@@ -382,7 +381,6 @@ def mask_rcnn(num_classes):
 
 
 def test_mask_rcnn_of_80_classes_fills_one_of_2():
-    """users.md A12."""
     source, target = mask_rcnn(80), mask_rcnn(2)
     weights, report = fit_to_model(target, {"state_dict": source.state_dict(), "meta": {}}, "coco.pth")
     assert report.share == 1 and not report.missing

@@ -34,3 +34,12 @@ def fresh_process(tmp_path):
         return run(*command, path=(*folders, ROOT), cwd=tmp_path)
 
     return run_code
+
+
+@pytest.fixture
+def fake_mmcv(tmp_path):
+    """An mmcv without anything in it; tests put a ``_ext`` beside its ``__init__.py``."""
+    package = tmp_path / "site" / "mmcv"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    return package

@@ -6,15 +6,6 @@ import pytest
 from mmengine.registry import init_default_scope
 
 from mmspectral.datasets.image_loading import LoadImageFromFile, UnreadableImageError
-from mmspectral.engine.runner.fault_tolerance import IMAGE_LOADER
-
-# See tests/README.md.
-FAULTS = {
-    "truncated image": "truncated image | training stops and names it",
-    "damaged image": "image without a readable header | training stops and names it",
-    "missing image": "missing image | training stops and names it",
-    "skipped image": "truncated image, `skip_unreadable` set | counted and logged, another image in its place",
-}
 
 
 @pytest.fixture
@@ -49,9 +40,9 @@ def test_whole_images_are_read_as_by_mmcv(picture, name):
         ("missing image", "picture.jpg", None, "No such file"),
     ],
 )
-def test_unreadable_images_are_named(picture, record_property, fault, name, size, reason):
+@pytest.mark.fault
+def test_unreadable_images_are_named(picture, fault, name, size, reason):
     path = picture(name)
-    record_property("fault", FAULTS[fault])
     if size is None:
         path.unlink()
     else:
@@ -85,7 +76,8 @@ def test_other_stores_and_ignored_images_are_left_to_mmcv(picture, monkeypatch):
     assert LoadImageFromFile(ignore_empty=True).transform(dict(img_path="absent.jpg")) is None
 
 
-def test_unreadable_images_are_skipped_and_counted(picture, record_property):
+@pytest.mark.fault
+def test_unreadable_images_are_skipped_and_counted(picture):
     """In a data set, another image takes their place."""
     from mmpretrain.datasets import CustomDataset
 
@@ -93,11 +85,10 @@ def test_unreadable_images_are_skipped_and_counted(picture, record_property):
     for name in ("first.jpg", "second.jpg"):
         path = picture(name)
         path.write_bytes(path.read_bytes()[:2000])
-        record_property("fault", FAULTS["skipped image"])
     annotations = good.with_name("annotations.txt")
     annotations.write_text("first.jpg 0\ngood.png 1\nsecond.jpg 0\n")
     init_default_scope("mmpretrain")
-    pipeline = [dict(type=IMAGE_LOADER, skip_unreadable=True), dict(type="PackInputs")]
+    pipeline = [dict(type="mmspectral.LoadImageFromFile", skip_unreadable=True), dict(type="PackInputs")]
     data = CustomDataset(ann_file=str(annotations), data_prefix=str(good.parent), pipeline=pipeline)
     loader = data.pipeline.transforms[0]
     assert [int(data[index]["data_samples"].gt_label) for index in range(3)] == [1, 1, 1]

@@ -29,17 +29,6 @@ from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import UnsafeCheckpointError, UsageError
 from mmspectral.registry import HOOKS
 
-# See tests/README.md.
-FAULTS = {
-    "full disk": "disk full while a file is written | error that names the file and the free space, the old file stays",
-    "folder": "file in the place of the folder of a checkpoint | refused by name, nothing overwritten",
-    "failed save": "disk full while a run saves | error that names the file and the free space, no part of a file left",
-    "tolerated save": "disk full while a run saves, `tolerated_failures` set | counted, logged, training goes on",
-    "damaged newest": "`--resume`, newest checkpoints truncated and with a flipped bit | the newest whole one is taken",
-    "all damaged": "`--resume`, all checkpoints damaged | refused by name, nothing overwritten",
-    "load_from": "flipped bit in a checkpoint in `load_from` | refused by name, nothing overwritten",
-    "foreign": "`--resume` from weights, an archive or code | refused by name, nothing overwritten",
-}
 RUN = dict(meta=dict(epoch=1, iter=4, seed=7), message_hub=dict(), state_dict=dict(weight=torch.arange(1000.0)))
 
 
@@ -87,10 +76,10 @@ def test_backend_removes_what_a_killed_write_left(tmp_path):
     assert not leftover.exists() and foreign.exists()
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk, record_property):
+@pytest.mark.fault
+def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk):
     path = tmp_path / "epoch_1.pth"
     path.write_bytes(b"old")
-    record_property("fault", FAULTS["full disk"])
     full_disk(1000)
     with pytest.raises(
         FileWriteError, match=r"epoch_1.pth \(0.0 MiB\) could not be written.*MiB free.*is as it was"
@@ -102,9 +91,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk, record_property):
         AtomicBackend().put(b"x" * 1001, tmp_path / "epoch_2.pth")
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path, record_property):
+@pytest.mark.fault
+def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "folder").write_text("a file")
-    record_property("fault", FAULTS["folder"])
     with pytest.raises(FileWriteError, match="could not be written"):
         AtomicBackend().put(b"content", tmp_path / "folder" / "epoch_1.pth")
     assert (tmp_path / "folder").read_text() == "a file"
@@ -156,12 +145,12 @@ def save(work_dir, *names, content=RUN):
         torch.save(content, work_dir / name)
 
 
-def test_newest_whole_checkpoint_is_resumed(safe_loading, tmp_path, record_property):
+@pytest.mark.fault
+def test_newest_whole_checkpoint_is_resumed(safe_loading, tmp_path):
     save(tmp_path, "epoch_2.pth", "epoch_9.pth", "epoch_10.pth", "epoch_11.pth", "best_acc_epoch_12.pth", "iter_40.pth")
     (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_11.pth"))
     flip_bit(tmp_path / "epoch_11.pth", offset_of_weight(tmp_path / "epoch_11.pth"))
     (tmp_path / "epoch_10.pth").write_bytes((tmp_path / "epoch_10.pth").read_bytes()[:900])
-    record_property("fault", FAULTS["damaged newest"])
     cfg = config(tmp_path)
     notes = choose_checkpoint(cfg)
     assert cfg.load_from == str(tmp_path / "epoch_9.pth") and cfg.randomness.seed == 7
@@ -184,15 +173,16 @@ def test_a_run_without_a_checkpoint_begins(tmp_path):
     assert choose_checkpoint(cfg) == [] and cfg.get("load_from") is None
 
 
-def test_a_run_does_not_begin_anew_over_damaged_checkpoints(safe_loading, tmp_path, record_property):
+@pytest.mark.fault
+def test_a_run_does_not_begin_anew_over_damaged_checkpoints(safe_loading, tmp_path):
     save(tmp_path, "epoch_1.pth")
     (tmp_path / "epoch_1.pth").write_bytes(b"")
-    record_property("fault", FAULTS["all damaged"])
     with pytest.raises(UsageError, match=r"epoch_1.pth is passed over.*another --work-dir"):
         choose_checkpoint(config(tmp_path))
 
 
-def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path, record_property):
+@pytest.mark.fault
+def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path):
     save(tmp_path, "good.pth")
     save(tmp_path, "weights.pth", content=RUN["state_dict"])
     save(tmp_path, "code.pth", content=dict(RUN, path=tmp_path))
@@ -202,20 +192,18 @@ def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path, record
     cfg = config(tmp_path, load_from=str(tmp_path / "good.pth"))
     assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "good.pth")
     for name, reason in {"weights.pth": "it holds weights", "zip.pth": "torch cannot read it"}.items():
-        record_property("fault", FAULTS["foreign"])
         with pytest.raises(UsageError, match=rf"{name} is passed over: {reason}"):
             choose_checkpoint(config(tmp_path, load_from=str(tmp_path / name)))
-    record_property("fault", FAULTS["foreign"])
     with pytest.raises(UnsafeCheckpointError, match=r"code.pth.*--trust-checkpoint"):
         choose_checkpoint(config(tmp_path, load_from=str(tmp_path / "code.pth")))
 
 
-def test_damaged_weights_are_not_loaded_without_resuming(tmp_path, record_property):
+@pytest.mark.fault
+def test_damaged_weights_are_not_loaded_without_resuming(tmp_path):
     save(tmp_path, "weights.pth")
     cfg = Config(dict(load_from=str(tmp_path / "weights.pth")))
     assert choose_checkpoint(cfg) == [] and "randomness" not in cfg
     flip_bit(tmp_path / "weights.pth", offset_of_weight(tmp_path / "weights.pth"))
-    record_property("fault", FAULTS["load_from"])
     with pytest.raises(UsageError, match=r"weights.pth is damaged.*does not match its checksum"):
         choose_checkpoint(cfg)
     assert choose_checkpoint(Config(dict(load_from="https://example.org/weights.pth"))) == []
@@ -315,16 +303,16 @@ def test_the_old_checkpoint_goes_after_the_new_one_has_come(tmp_path):
     assert names(tmp_path) == ["best_acc_epoch_4.pth", "epoch_3.pth", "epoch_4.pth"]
 
 
-def test_a_failed_save_stops_training_and_harms_nothing(tmp_path, full_disk, record_property):
-    record_property("fault", FAULTS["failed save"])
+@pytest.mark.fault
+def test_a_failed_save_stops_training_and_harms_nothing(tmp_path, full_disk):
     with pytest.raises(FileWriteError, match=r"epoch_3.pth .* does not exist; free space"):
         run(tmp_path, max_keep_ckpts=2, trouble=lambda runner: full_disk(100) if runner.epoch == 2 else None)
     assert names(tmp_path) == ["epoch_1.pth", "epoch_2.pth"]
     assert all(find_damage(tmp_path / name) is None for name in names(tmp_path))
 
 
-def test_tolerated_failures_are_counted_and_training_goes_on(tmp_path, full_disk, record_property):
-    record_property("fault", FAULTS["tolerated save"])
+@pytest.mark.fault
+def test_tolerated_failures_are_counted_and_training_goes_on(tmp_path, full_disk):
 
     def trouble(runner):
         full_disk(100 if runner.epoch in (2, 3) else resource.RLIM_INFINITY)

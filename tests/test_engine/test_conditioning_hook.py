@@ -108,7 +108,6 @@ def test_gradients_under_a_loss_scaler_are_unscaled(classifier, make_runner, ima
 
 
 def test_rank_deficient_is_a_flag_and_no_number(classifier, make_runner, images, logged):
-    """users.md C12."""
     model = classifier(IDENTITY)
     with torch.no_grad():
         model.get_parameter(f"{QKV}.weight")[:16] = 0.5
@@ -166,7 +165,7 @@ class AutocastWrapper(OptimWrapper):
 
 @pytest.mark.parametrize("precision", ["cast", "autocast"])
 def test_low_precision(classifier, make_runner, images, logged, precision):
-    """users.md C11: decompositions of bfloat16 weights."""
+    """bfloat16 weights are decomposed too."""
     model = classifier(IDENTITY)
     if precision == "cast":
         model = model.bfloat16()

@@ -13,7 +13,6 @@ from mmengine.registry import HOOKS, MODELS, DefaultScope
 
 from mmspectral.engine.hooks import DarkCalibrationHook
 from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
-from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import launch_run, set_resume
 from mmspectral.layers import feature_kernels
 
@@ -88,7 +87,6 @@ def pretrained(tmp_path_factory):
 
 def test_calibrates_loaded_weights_and_leaves_the_data_of_training_alone(pretrained, tmp_path):
     cfg = config(tmp_path / "with", CALIBRATION, load_from=pretrained)
-    make_fault_tolerant(cfg)
     watch, logged = train(cfg)
     assert len(logged) == 1 and "| backbone.layers.0.attn.kernel | 12 | " in logged[0]
     M = next(t for name, t in watch.kernels[0].items() if name.endswith("M"))

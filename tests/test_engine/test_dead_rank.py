@@ -12,11 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PORT", "NNODES")
-FAULTS = {
-    "SIGKILL": "kill -9 of one of two ranks | the job ends with a non-zero status and names the rank and the cause",
-    "raise": "exception in one of two ranks | the job ends with a non-zero status and names the rank and the cause",
-    "SIGSTOP": "one of two ranks hangs | the job ends with a non-zero status once the configured timeout is over",
-}
 TIMEOUT = 30  # seconds that ranks wait for each other
 
 
@@ -50,10 +45,10 @@ def finish(process):
     return process.returncode, output
 
 
-def test_a_rank_that_dies_or_raises_ends_the_job(tmp_path, record_property):
+@pytest.mark.fault
+def test_a_rank_that_dies_or_raises_ends_the_job(tmp_path):
     jobs = {}
     for how in ("SIGKILL", "raise"):
-        record_property("fault", FAULTS[how])
         jobs[how] = start(tmp_path / how, how)
     found = {how: finish(job) for how, job in jobs.items()}
     causes = {"SIGKILL": r"Signal 9 \(SIGKILL\) received by PID", "raise": "ArithmeticError: rank 1 met something odd"}
@@ -65,9 +60,9 @@ def test_a_rank_that_dies_or_raises_ends_the_job(tmp_path, record_property):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_waited_for_as_long_as_the_config_says(tmp_path, record_property):
+@pytest.mark.fault
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_config_says(tmp_path):
     """A frozen machine: its process is there, so only the timeout of the other ranks tells (else 30 minutes)."""
-    record_property("fault", FAULTS["SIGSTOP"])
     status, output = finish(start(tmp_path / "job", "SIGSTOP"))
     assert status != 0
     assert re.search(rf"[Tt]imed out.*{TIMEOUT}000 ?ms", output), output

@@ -7,12 +7,6 @@ import torch
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DATA = Path(__file__).resolve().parents[1] / "data" / "toy_faults"
-# See tests/README.md.
-FAULTS = {
-    "os.rename": "kill -9 of a Mask R-CNN when a checkpoint is complete but unnamed | resumed, equal bit for bit",
-    "evaluation": "kill -9 of a Mask R-CNN during a validation | resumed, equal bit for bit",
-    "step": "kill -9 of a Mask R-CNN during a training step | resumed, equal bit for bit",
-}
 EPOCHS = 3
 # The hooks of each besides the one that kills. An epoch is three iterations: w is drawn anew inside epochs and between.
 MODELS = {
@@ -37,9 +31,8 @@ def config(request, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(
-    config, tiny_options, tmp_path, monkeypatch, record_property
-):
+@pytest.mark.fault
+def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(config, tiny_options, tmp_path, monkeypatch):
     """Killed in the first save, in the first validation, and in the last epoch."""
     monkeypatch.syspath_prepend(DATA)
     from same_run import assert_same_run
@@ -56,7 +49,6 @@ def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(
     status, log = train(straight)
     assert status == 0, log
     for death, saved in ((("os.rename", 1), []), (("evaluation", 1), [1]), (("step", 5), [1, 2])):
-        record_property("fault", FAULTS[death[0]])
         status, log = train(resumed, "--resume", death=death)
         assert status == -9, log
         assert sorted(path.name for path in resumed.glob("*.pth")) == [f"epoch_{number}.pth" for number in saved]

@@ -75,7 +75,7 @@ def test_two_ranks_end_with_equal_parameters(tmp_path):
 
 
 def test_recomputed_blocks_on_two_ranks(tmp_path):
-    """users.md D5: each gradient is ready once, averaged over the ranks, and the one of stored activations."""
+    """Each gradient is ready once, averaged over the ranks, and the one of stored activations."""
     status, output = finish(torchrun(tmp_path, *ONE_MACHINE, "2", str(CHECKPOINTED_RANKS), str(tmp_path)))
     assert status == 0, output
     first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))

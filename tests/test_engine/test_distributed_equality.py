@@ -111,7 +111,7 @@ def test_two_ranks_end_like_one_that_takes_the_total_batch_at_once(two_ranks, tm
 
 @pytest.mark.parametrize(("images", "scale_lr"), [(2, False), (1, True)])
 def test_resumed_by_another_number_of_ranks(two_ranks, tmp_path, images, scale_lr):
-    """users.md E12: the learning rates, scaled for two ranks, go on; on the same total batch, so do the weights."""
+    """The learning rates, scaled for two ranks, go on; on the same total batch, so do the weights."""
     whole = torch.load(two_ranks / "rank0.pth", weights_only=True)
     assert whole["learning_rates"] == pytest.approx([0.2] * 6 + [0.02] * 2)
     shutil.copy(two_ranks / "iter_4.pth", tmp_path)

@@ -21,23 +21,12 @@ from mmspectral.checkpoints.files import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import load_from_local
 from mmspectral.engine.hooks.epoch_seed import seed_worker
-from mmspectral.engine.runner.fault_tolerance import require_writable
+from mmspectral.engine.runner.launch import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import DamagedCheckpointError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tests" / "data" / "toy_faults" / "config.py"
-# See tests/README.md.
-FAULTS = {
-    "full disk": "disk full while a run saves | error that names the file and the free space, no part of a file left",
-    "full disk, tolerated": "disk full while a run saves, `tolerated_failures` set | counted, logged, training goes on",
-    "full disk, conversion": "disk full in a conversion | error that names file and free space, the old file stays",
-    "architecture": "`--resume` from a checkpoint of another architecture | refused by name, nothing overwritten",
-    "no folder": "file in the place of the work folder | refused by name, nothing overwritten",
-    "read-only": "read-only work folder | refused by name, nothing overwritten",
-    "truncated weights": "truncated checkpoint in `init_cfg` | refused by name, nothing overwritten",
-    "flipped bit": "flipped bit in a checkpoint in `init_cfg` | refused by name, nothing overwritten",
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +44,24 @@ def train():
 
 
 @pytest.mark.slow
-def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path, record_property):
+@pytest.mark.fault
+def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
     """The first save fails, by option training goes on; then the config changes. A checkpoint has more than 300 kB."""
     work_dir = tmp_path / "run"
-    record_property("fault", FAULTS["full disk"])
     status, log = train(work_dir, largest_file=100_000)
     assert status == 1 and "epoch_1.pth" in log and "could not be written: File too large" in log
     assert not list(work_dir.glob("*.pth")) and not list(work_dir.glob(".*.tmp"))
-    option = ["--cfg-options", "fault_tolerance.tolerated_failures=9", "default_hooks.checkpoint.save_best=None"]
-    record_property("fault", FAULTS["full disk, tolerated"])
+    option = [
+        "--cfg-options",
+        "default_hooks.checkpoint.tolerated_failures=9",
+        "default_hooks.checkpoint.save_best=None",
+    ]
     status, log = train(work_dir, *option, largest_file=100_000)
     assert status == 1 and log.count("tolerated; training goes on") == 4
     assert "the last 4 saves failed" in log and "accuracy/top1" in log
     assert train(work_dir)[0] == 0
     before = {path: path.read_bytes() for path in work_dir.glob("*.pth")}
     wider = ["--cfg-options", "model.backbone.arch.feedforward_channels=48"]
-    record_property("fault", FAULTS["architecture"])
     status, log = train(work_dir, "--resume", *wider)
     assert status == 2
     last = log.splitlines()[-1]
@@ -78,9 +69,9 @@ def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path, re
     assert before == {path: path.read_bytes() for path in work_dir.glob("*.pth")}
 
 
-def test_a_file_in_the_place_of_the_work_folder(tmp_path, record_property):
+@pytest.mark.fault
+def test_a_file_in_the_place_of_the_work_folder(tmp_path):
     (tmp_path / "work").write_text("mine")
-    record_property("fault", FAULTS["no folder"])
     for folder in (tmp_path / "work", tmp_path / "work" / "below"):
         with pytest.raises(UsageError, match=r"work.* cannot be written.*--work-dir"):
             require_writable(str(folder))
@@ -89,14 +80,14 @@ def test_a_file_in_the_place_of_the_work_folder(tmp_path, record_property):
     assert (tmp_path / "new" / "work").is_dir() and not list((tmp_path / "new" / "work").iterdir())
 
 
-def test_a_read_only_work_folder(record_property):
+@pytest.mark.fault
+def test_a_read_only_work_folder():
     """Permissions do not bind root, which becomes somebody else for a moment."""
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as parent:  # pytest's folders are closed to others
         os.chmod(parent, 0o755)
         folder = Path(parent, "work")
         folder.mkdir(mode=0o555)
-        record_property("fault", FAULTS["read-only"])
         if user == 0:
             os.seteuid(65534)
         try:
@@ -107,11 +98,11 @@ def test_a_read_only_work_folder(record_property):
         assert not list(folder.iterdir())
 
 
-def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(tmp_path, record_property):
+@pytest.mark.fault
+def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(tmp_path):
     path = tmp_path / "weights.pth"
     path.write_bytes(b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    record_property("fault", FAULTS["full disk, conversion"])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(FileWriteError, match=r"weights.pth .* could not be written.*MiB free.*is as it was"):
@@ -124,7 +115,8 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(tmp_path, rec
 
 
 @pytest.mark.parametrize("fault", ["truncated weights", "flipped bit"])
-def test_damaged_weights_are_named(tmp_path, safe_loading, record_property, fault):
+@pytest.mark.fault
+def test_damaged_weights_are_named(tmp_path, safe_loading, fault):
     """Also those of a model that is not ours."""
     path = tmp_path / "weights.pth"
     torch.save(dict(state_dict=torch.nn.Linear(64, 64).state_dict()), path)
@@ -133,7 +125,6 @@ def test_damaged_weights_are_named(tmp_path, safe_loading, record_property, faul
     if fault == "flipped bit":
         content[len(content) // 2] ^= 1
     path.write_bytes(content[: -1 if fault == "truncated weights" else None])
-    record_property("fault", FAULTS[fault])
     model = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(path)))
     for load in (model.init_weights, functools.partial(load_from_local, str(path))):
         with pytest.raises(DamagedCheckpointError, match=r"weights.pth is damaged: its .*Copy or download it again"):

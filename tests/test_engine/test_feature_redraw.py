@@ -19,7 +19,6 @@ from mmengine.runner import IterBasedTrainLoop, Runner
 from torch import nn
 
 from mmspectral.engine.hooks.feature_redraw_hook import FeatureRedrawHook
-from mmspectral.engine.runner.fault_tolerance import make_fault_tolerant
 from mmspectral.engine.runner.launch import launch_run, set_resume
 from mmspectral.layers import feature_kernels
 from mmspectral.models import DarkViT
@@ -129,7 +128,7 @@ def test_an_interval_that_counts_nothing_is_refused(interval):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_redrawn_in_place_every_so_many_updates(tmp_path, accumulated):
-    """users.md D2 and D7: also with validation in between, which changes nothing."""
+    """Also with validation in between, which changes nothing."""
     runner, watch = run(tmp_path, 8, accumulated=accumulated)
     assert [counter for counter, _ in watch.trained] == [i // accumulated // 3 for i in range(8 * accumulated)]
     for counter, w in watch.trained:
@@ -148,7 +147,6 @@ def test_redrawn_every_so_many_epochs(tmp_path):
 
 @pytest.mark.parametrize("ema", [None, *EMA, MMPRETRAIN_EMA], ids=["none", "ema", "ema-buffers", "mmpretrain"])
 def test_a_resumed_run_continues_identically(tmp_path, ema):
-    """users.md D12."""
     straight, watch = run(tmp_path / "straight", 8, ema=ema)
     (tmp_path / "resumed").mkdir()
     for name in ("iter_4.pth", "last_checkpoint"):
@@ -205,20 +203,19 @@ def test_a_twin_without_features_is_told():
 
 
 @pytest.mark.parametrize("by_epoch", [False, True])
-def test_exactly_resumed_under_tools_train(tmp_path, monkeypatch, by_epoch):
-    """With what tools/train.py adds, a run with dropout and shuffled data goes on as if nothing had happened."""
+def test_exactly_resumed(tmp_path, monkeypatch, by_epoch):
+    """A run with dropout and shuffled data goes on as if nothing had happened."""
     monkeypatch.syspath_prepend(TOY.parent)
     for name in ("straight", "resumed"):
         cfg = Config.fromfile(TOY)
         kernel = dict(type="dark", num_features=12)
         cfg.model.backbone.update(type="mmspectral.DarkViT", kernel=kernel, drop_rate=0.1)
         cfg.train_cfg = dict(by_epoch=True, max_epochs=4, val_interval=4)
-        cfg.default_hooks.checkpoint = dict(type="CheckpointHook", interval=1)
+        cfg.default_hooks.checkpoint = dict(type="mmspectral.CheckpointHook", interval=1)
         hook = dict(type="mmspectral.FeatureRedrawHook", interval=1 if by_epoch else 3, by_epoch=by_epoch)
         cfg.update(work_dir=str(tmp_path / name), launcher="none", custom_hooks=[hook, EMA[1]])
         if name == "resumed":
             set_resume(cfg, str(tmp_path / "straight" / "epoch_2.pth"))
-        make_fault_tolerant(cfg)
         launch_run(cfg, Runner.train)
     a, b = (torch.load(tmp_path / name / "epoch_4.pth", weights_only=False) for name in ("straight", "resumed"))
     assert a["state_dict"]["backbone.layers.0.attn.kernel.redraws"] == (3 if by_epoch else 5)

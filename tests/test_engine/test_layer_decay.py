@@ -1,4 +1,4 @@
-"""Layer-wise learning-rate decay on our backbones, alone and inside the hosts' models (users.md E4)."""
+"""Layer-wise learning-rate decay on our backbones, alone and inside the hosts' models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""NonFiniteGuardHook stops real runs with the weights they had (users.md C14)."""
+"""NonFiniteGuardHook stops real runs with the weights they had."""
 
 from pathlib import Path
 

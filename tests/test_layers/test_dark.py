@@ -169,7 +169,7 @@ def test_the_entropy_of_its_attention_is_measured():
 @EACH_FORM
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(form, dtype):
-    """users.md C1, in autocast and with cast weights."""
+    """In autocast and with cast weights."""
     layer, (x, context) = build(form), inputs(form)
     expected = layer(x, **context)
     with torch.autocast("cpu", dtype):

@@ -143,7 +143,7 @@ def test_draws_depend_on_seed_layer_and_redraws_alone():
 
 
 def test_redraws_happen_in_place():
-    """users.md D2: DistributedDataParallel would go on with the buffers it knows."""
+    """DistributedDataParallel would go on with the buffers it knows."""
     kernel = build("dark_sharp")
     before, pointers = kernel.w.clone(), {n: (id(b), b.data_ptr()) for n, b in kernel.named_buffers()}
     kernel.redraw(3)
@@ -185,7 +185,7 @@ def test_draws_stay_exact_when_the_model_is_cast(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
 def test_large_queries_and_keys_in_half_precision(name, dtype, size):
-    """users.md C1: as exact as the rounding of inputs and output, forward and backward."""
+    """As exact as the rounding of inputs and output, forward and backward."""
     inputs = [t.requires_grad_() for t in tokens(dtype=dtype)]
     kernel = build(name)
     out = kernel(size * inputs[0], size * inputs[1], inputs[2])

@@ -19,7 +19,7 @@ def test_levels_have_the_scale_and_all_channels(scales, size):
 
 @pytest.mark.parametrize(("scales", "official"), [((4, 2, 1, 0.5), "p16"), ((2, 1, 0.5, 0.25), "p8")])
 def test_operators_are_those_of_the_official_detection_code(scales, official):
-    """facts.md C1: fpn1..fpn4 of facebookresearch/xcit, detection/backbone/xcit.py, with SyncBN as BN on the CPU."""
+    """fpn1..fpn4 of facebookresearch/xcit, detection/backbone/xcit.py, with SyncBN as BN on the CPU."""
     D = 8
     operators = {
         "p16": [

@@ -111,7 +111,7 @@ def test_attention_layer_is_a_drop_in(adopted):
 
 
 def test_attention_logits_do_not_saturate_at_initialisation():
-    """facts.md A4: XCA normalises q and k, so lambda = 10 leaves its entropy near the maximum."""
+    """XCA normalises q and k, so lambda = 10 leaves its entropy near the maximum."""
     torch.manual_seed(0)
     layer = SpectralXCA(96, 2, qkv_bias=True, conditioning=CONDITIONING)
     torch.nn.init.trunc_normal_(layer.qkv.weight, std=0.02)

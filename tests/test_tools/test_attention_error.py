@@ -20,8 +20,8 @@ def run(monkeypatch):
     threads = torch.get_num_threads()
     tool.CALIBRATED = {name: options | dict(scales=(0.5, 1)) for name, options in tool.CALIBRATED.items()}
     for options in tool.CALIBRATED.values():
-        if options.get("fit", True) is not None:
-            options["fit"] = tool.Fit(steps=2)
+        if options["fit"] is not None:
+            options["fit"] = dict(steps=2)
 
     def main(*arguments):
         monkeypatch.setattr(sys, "argv", ["attention_error.py", "--seeds", "3", *map(str, arguments)])

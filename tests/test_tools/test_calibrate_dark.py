@@ -12,8 +12,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
 
-from mmspectral.analysis.calibration_images import calibration_batches, see
-from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint, checkpoint_inputs
+from mmspectral.analysis import calibrate_checkpoint, calibration_batches, checkpoint_inputs, see
 from mmspectral.errors import UsageError
 from mmspectral.layers import feature_kernels
 from mmspectral.ops.random_features.features import draw_projection

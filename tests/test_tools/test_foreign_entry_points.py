@@ -1,4 +1,4 @@
-"""mmdet's and mmpretrain's own scripts and inferencers, with our configs and checkpoints; users.md B5."""
+"""mmdet's and mmpretrain's own scripts and inferencers, with our configs and checkpoints."""
 
 import json
 import pickle

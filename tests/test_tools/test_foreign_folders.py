@@ -1,4 +1,4 @@
-"""users.md B9: folders in the working directory that are named as the packages do not take their place."""
+"""Folders in the working directory that are named as the packages do not take their place."""
 
 import os
 import subprocess

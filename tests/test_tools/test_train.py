@@ -6,6 +6,7 @@ import os
 import pickle
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,26 @@ def test_mistakes_are_named_in_one_line(toy_config, monkeypatch, capsys, isolate
     assert stopped.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"{tool}: error: ") and named in last
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("train.py", ["nowhere.py"]),
+        ("train.py", ["CONFIG", "--resume", "nowhere.pth"]),
+        ("test.py", ["nowhere.py", "nowhere.pth"]),
+        ("test.py", ["CONFIG", "nowhere.pth"]),
+        ("misc/print_config.py", ["nowhere.py"]),
+    ],
+)
+def test_a_mistyped_path_is_reported_before_heavy_imports(run_command, toy_config, tool, arguments):
+    arguments = [tool, *(toy_config if argument == "CONFIG" else argument for argument in arguments)]
+    code = (
+        f"import runpy, sys; sys.argv = {arguments!r}\n"
+        f"try: runpy.run_path({str(ROOT / 'tools' / tool)!r}, run_name='__main__')\n"
+        "except SystemExit as stopped: print(stopped.code, {'torch', 'mmdet', 'mmpretrain'} & sys.modules.keys())\n"
+    )
+    assert run_command(sys.executable, "-c", code).splitlines()[-1] == "2 set()"
 
 
 def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path):

@@ -17,11 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from mmspectral.analysis.dark_geometry import Geometry, query_key_moments
-from torch import Tensor
 
-from mmspectral.analysis.approximation import ApproximationError, approximation_error, kernel_attention
-from mmspectral.analysis.dark_calibration import Fit, calibrate_geometry
+from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.baselines import constant_attention, softmax_attention, uniform_attention
 from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal
@@ -31,11 +28,11 @@ CALIBRATED = {
     "temperature": dict(strengths=(0,), fit=None, sharp=False, shift=False),
     "temperature+sharp+shift": dict(strengths=(0,), fit=None),
     "family+sharp+shift": dict(fit=None),
-    "dark": dict(sharp=False, shift=False),
-    "dark+sharp": dict(shift=False),
+    "dark": dict(sharp=False, shift=False, fit={}),
+    "dark+sharp": dict(shift=False, fit={}),
     "dark+shift": dict(sharp=False, fit=FIXED_SHIFT),
     "dark+sharp+shift": dict(fit=FIXED_SHIFT),
-    "dark+sharp+fitted-shift": dict(),
+    "dark+sharp+fitted-shift": dict(fit={}),
 }
 CONTROLS = ("uniform", "constant", "performer", "performer+sharp+shift", "whitening", "theorem-3.2")
 ESTIMATORS = (*CONTROLS, *CALIBRATED)
@@ -46,8 +43,8 @@ COLUMNS = (*KEY, "heads", "error_q1", "error_softmax", "error_q3", "error_own", 
 class Layer(NamedTuple):
     """Queries, keys and values [B, h, N, d] of one layer, to calibrate with and to measure on."""
 
-    calibration: list[Tensor]
-    test: list[Tensor]
+    calibration: list
+    test: list
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--features", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024], help="m")
     parser.add_argument("--seeds", type=int, default=20, help="number of draws")
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--out", type=Path, required=True, help="CSV, continued if it exists")
     parser.add_argument("--plot", type=Path, help="PNG, SVG or PDF of all that the CSV holds")
     args = parser.parse_args()
@@ -89,10 +86,15 @@ def parse_args() -> argparse.Namespace:
         parser.error("nothing to measure on: give --npz, --checkpoint or --synthetic.")
     if args.images < 2:
         parser.error("--images must be at least 2: some to calibrate on and some to measure on.")
+    for path in (*args.npz, *(Path(name) for pair in args.checkpoint for name in pair if ":" not in name)):
+        if not path.expanduser().is_file():
+            parser.error(f"there is no file {path}.")
     return args
 
 
 def load(path: Path) -> list[Layer]:
+    import torch
+
     with np.load(path) as arrays:
         layers = []
         while f"q{len(layers)}" in arrays:
@@ -105,18 +107,16 @@ def load(path: Path) -> list[Layer]:
 
 
 def from_checkpoint(config: str, file: str, num_images: int) -> list[Layer]:
-    # Arrays need nothing of OpenMMLab.
-    from mmspectral.analysis.checkpoint_calibration import checkpoint_inputs
+    from mmspectral.analysis import checkpoint_inputs
     from mmspectral.arguments import read_config
-    from mmspectral.engine.runner.launch import require_checkpoint
 
-    require_checkpoint(file)
     inputs = checkpoint_inputs(read_config(config), file, num_batches=num_images, batch_size=1).values()
     half = num_images // 2
     return [Layer([t[:half] for t in qkv], [t[half:] for t in qkv]) for qkv in inputs]
 
 
 def synthesise(condition: float, energy: float, shape: tuple[int, int, int, int]) -> list[Layer]:
+
     B, h, N, d = shape
     generator = torch.Generator().manual_seed(0)
     lambda_ = torch.logspace(0, -1, d, base=condition)
@@ -137,10 +137,15 @@ def data_sets(args: argparse.Namespace) -> Iterator[tuple[str, list[Layer]]]:
         yield name, synthesise(condition, energy, args.shape)
 
 
-def geometry_of(name: str, layer: Layer, m: int) -> Geometry:
+def geometry_of(name: str, layer: Layer, m: int):
+
+    from mmspectral.analysis import Fit, Geometry, calibrate_geometry, query_key_moments
+
     q, k, v = layer.calibration
     if name in CALIBRATED:
-        return calibrate_geometry(q, k, v, m, **CALIBRATED[name])
+        options = CALIBRATED[name]
+        fit = None if options["fit"] is None else Fit(**options["fit"])
+        return calibrate_geometry(q, k, v, m, **options | dict(fit=fit))
     h, d = q.shape[1], q.shape[-1]
     M, moments, scale = torch.eye(d).repeat(h, 1, 1), query_key_moments(q, k), d**-0.5
     if name == "performer+sharp+shift":
@@ -152,7 +157,10 @@ def geometry_of(name: str, layer: Layer, m: int) -> Geometry:
     return Geometry(M, theorem_3_2_proposal(scale * moments.covariance) if name == "theorem-3.2" else None)
 
 
-def measure(name: str, layer: Layer, m: int, seeds: int) -> ApproximationError:
+def measure(name: str, layer: Layer, m: int, seeds: int):
+    """Return the ApproximationError of one estimator."""
+    from mmspectral.analysis import approximation_error, kernel_attention
+
     q, k, v = layer.test
     N, d = q.shape[2:]
     exact, draws = softmax_attention(q, k, v), range(seeds)
@@ -162,20 +170,24 @@ def measure(name: str, layer: Layer, m: int, seeds: int) -> ApproximationError:
         return approximation_error(partial(constant_attention, v, N, m, d), exact, draws)
     geometry = geometry_of(name, layer, m)
 
-    def attention(seed: int) -> Tensor:
+    def attention(seed: int):
         return linear_attention(q, k, v, geometry.features(draw_projection(m, d, seed)))
 
     return approximation_error(attention, exact, draws, kernel_attention(q, k, v, geometry.M))
 
 
-def theorem_holds(layer: Layer) -> Tensor:
+def theorem_holds(layer: Layer):
     """Return which heads Theorem 3.2 applies to [h]."""
+
+    from mmspectral.analysis import query_key_moments
+
     covariance = query_key_moments(*layer.calibration[:2]).covariance
     return torch.linalg.eigvalsh(covariance * covariance.shape[-1] ** -0.5).amax(-1) < 0.5
 
 
 def measure_rows(names: list[str], layers: list[Layer], m: int, seeds: int) -> Iterator[tuple[str, dict]]:
     """Yield the errors of each estimator, leaving out those that exist for no head."""
+
     performer = [measure("performer", layer, m, seeds) for layer in layers]
     to_compare = torch.cat([e.softmax for e in performer])
     for name in names:
@@ -226,14 +238,12 @@ def markdown(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     names, quantities = list(dict.fromkeys(row["data"] for row in rows)), ("error_softmax", "error_own", "bias")
     features = sorted({int(row["m"]) for row in rows})
     figure = Figure(figsize=(3.2 * len(names) + 2.5, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(quantities), len(names), squeeze=False, sharex=True, sharey="row")
     colours = {name: f"C{i % 10}" for i, name in enumerate(ESTIMATORS)}
     for column, data in enumerate(names):
@@ -264,7 +274,8 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(args.threads)
+
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     done = {tuple(row[name] for name in KEY) for row in read(args.out)}
     with args.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

@@ -10,9 +10,6 @@ with load_from=OUT, or with init_cfg=dict(type='Pretrained', checkpoint=OUT) in 
 import argparse
 from pathlib import Path
 
-from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint
-from mmspectral.analysis.dark_calibration import Fit
-from mmspectral.analysis.model_calibration import markdown_table, write_csv
 from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
@@ -20,7 +17,7 @@ from mmspectral.arguments import (
     report_usage_errors,
     set_loading,
 )
-from mmspectral.engine.runner.launch import require_checkpoint
+from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,9 +46,15 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    set_loading(args)
-    require_checkpoint(args.checkpoint)
+    if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_file():
+        raise UsageError(f"There is no checkpoint {args.checkpoint}.")
+    if args.out.exists() and not args.force:
+        raise UsageError(f"{args.out} is there already; choose another name or pass --force.")
     cfg = read_config(args.config, args.cfg_options)
+
+    from mmspectral.analysis import Fit, calibrate_checkpoint, calibration_table, write_csv
+
+    set_loading(args)
     rows = calibrate_checkpoint(
         cfg,
         args.checkpoint,
@@ -65,7 +68,7 @@ def main() -> None:
         num_tokens=args.tokens,
         fit=Fit(args.steps) if args.steps else None,
     )
-    print(markdown_table(rows))
+    print(calibration_table(rows))
     if args.csv:
         write_csv(rows, args.csv)
     print(args.out)

@@ -5,18 +5,99 @@ usage: compare_runs.py work_dirs/stock-seed0 work_dirs/stock-seed1 work_dirs/spe
 """
 
 import argparse
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mmspectral.analysis.run_comparison import comparison_table, read_run
+SEED_SUFFIX = re.compile(r"-seed(\d+)$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run.
+
+    Args:
+        group: Folder name without ``-seedN``.
+        seed: N.
+        box_ap: ``coco/bbox_mAP`` of the last validation.
+        mask_ap: ``coco/segm_mAP`` likewise.
+        kappa_start: Median, over layers and projections, of the condition number
+            of what the layers multiply by (W + C, or W of a stock model), of the
+            config's model as drawn from N.
+        kappa_end: The same of the last checkpoint.
+    """
+
+    group: str
+    seed: int
+    box_ap: float
+    mask_ap: float
+    kappa_start: float
+    kappa_end: float
+
+
+def read_run(folder: Path) -> Run:
+    """Read the folder of a finished run of ``tools/train.py`` named ``...-seedN``."""
+    from mmengine.runner import load_checkpoint
+
+    from mmspectral.analysis import build_model, last_checkpoint, last_metrics, run_config
+    from mmspectral.compat.checkpoints import use_safe_loading
+
+    cfg, checkpoint, metrics = run_config(folder), last_checkpoint(folder), last_metrics(folder)
+    use_safe_loading()
+    if cfg.model.backbone.get("init_cfg"):
+        cfg.model.backbone.init_cfg = None
+    match = SEED_SUFFIX.search(folder.name)
+    model = build_model(cfg, int(match[1]))
+    start = median_kappa(model)
+    load_checkpoint(model, str(checkpoint), map_location="cpu")
+    ends = (metrics["coco/bbox_mAP"], metrics["coco/segm_mAP"], start, median_kappa(model))
+    return Run(folder.name[: match.start()], int(match[1]), *ends)
+
+
+def median_kappa(model) -> float:
+    from mmspectral.analysis import attention_projections
+
+    spectra = [pair for projection in attention_projections(model).values() for pair in projection.spectra().values()]
+    return statistics.median(effective.kappa for _, effective in spectra)
+
+
+def comparison_table(runs: Sequence[Run]) -> str:
+    """Return a Markdown table with one row per group: mean and, in brackets, smallest and largest of its seeds."""
+    lines = [
+        "| runs | seeds | box AP | mask AP | median kappa, start | median kappa, end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for group in dict.fromkeys(run.group for run in runs):
+        members = [run for run in runs if run.group == group]
+        seeds = ", ".join(str(seed) for seed in sorted(run.seed for run in members))
+        cells = [spread([getattr(run, name) for run in members], "{:.3f}".format) for name in ("box_ap", "mask_ap")]
+        cells += [spread([getattr(run, name) for run in members], short) for name in ("kappa_start", "kappa_end")]
+        lines.append(f"| {group} | {seeds} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float], form: Callable[[float], str]) -> str:
+    return f"{form(statistics.mean(values))} ({form(min(values))} to {form(max(values))})"
+
+
+def short(kappa: float) -> str:
+    return f"{kappa:.0f}" if kappa >= 100 else f"{kappa:.3g}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="WORK_DIR", help="folder of a run, named ...-seedN")
     args = parser.parse_args()
+    for folder in args.runs:
+        if not folder.is_dir():
+            parser.error(f"there is no folder {folder}.")
+        if not SEED_SUFFIX.search(folder.name):
+            parser.error(f"{folder}: the name must end in -seedN, so that runs of one config can be grouped.")
     try:
         runs = [read_run(folder) for folder in args.runs]
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError as error:
         parser.error(str(error))
     print(comparison_table(runs))
 

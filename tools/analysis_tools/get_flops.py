@@ -7,9 +7,6 @@ is untrained and the image noise: heads that take proposals cost what those make
 
 import argparse
 
-from mmengine.logging import MMLogger
-
-from mmspectral.analysis.complexity import Complexity, count_config
 from mmspectral.arguments import add_config_arguments, host_package, read_config, report_usage_errors
 
 DEFAULT_SHAPES = {"mmpretrain": (224, 224), "mmdet": (800, 1280)}
@@ -27,7 +24,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def table_row(name: str, cost: Complexity) -> str:
+def table_row(name: str, cost) -> str:
     counts = (cost.parameters / 1e6, cost.multiply_adds / 1e9, cost.activations / 1e6)
     return f"| {name} | " + " | ".join(f"{count:.3f}" for count in counts) + " |"
 
@@ -35,8 +32,13 @@ def table_row(name: str, cost: Complexity) -> str:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    MMLogger.get_instance("get_flops", log_level="WARNING")  # a data preprocessor reports its settings
     cfg = read_config(args.config, args.cfg_options)
+
+    from mmengine.logging import MMLogger
+
+    from mmspectral.analysis import count_config
+
+    MMLogger.get_instance("get_flops", log_level="WARNING")  # a data preprocessor reports its settings
     host = host_package(cfg)
     shape = (args.shape[0], args.shape[-1]) if args.shape else DEFAULT_SHAPES[host]
     counted = count_config(cfg, shape)

@@ -8,10 +8,6 @@ uniform attention at correlation 0.5; gradients are relative to those at lambda 
 import argparse
 from pathlib import Path
 
-from mmengine.logging import MMLogger
-
-from mmspectral.analysis.saturation import largest_scale, markdown_table, probe_backbone, saturation_rows, write_csv
-
 BACKBONES = (
     "SpectralXCiT:small-12",
     "SpectralSwin:tiny",
@@ -40,6 +36,11 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+
+    from mmengine.logging import MMLogger
+
+    from mmspectral.analysis import largest_scale, probe_backbone, saturation_rows, saturation_table, write_csv
+
     MMLogger.get_instance("saturation_table", log_level="WARNING")  # initialisation logs every parameter
     forms = [None] if args.preserve_norm is None else [None, args.preserve_norm]
     rows, suggestions = [], []
@@ -48,7 +49,7 @@ def main() -> None:
         for backbone in probe_backbone(type_name, arch, args.layers, args.image_size):
             rows += saturation_rows(backbone, args.scales, args.correlations, forms)
             suggestions.append((backbone.name, [largest_scale(backbone, preserve_norm=form) for form in forms]))
-    print(markdown_table(rows))
+    print(saturation_table(rows))
     print("\nLargest lambda with at least half of the maximal entropy at correlation 0.5 in every layer measured:")
     for name, scales in suggestions:
         print(f"- {name}: {', norm kept: '.join(f'{scale:g}' for scale in scales)}")

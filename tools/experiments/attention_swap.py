@@ -50,7 +50,6 @@ CALIBRATED = {
 }
 REGIMES = {"full": "all", "limited": "projections"}
 STAGES = {"replaced": "replaced, not trained", "first_epoch": "after 1 epoch", "final": "after fine-tuning"}
-COLORS = dict(zip(KERNELS, ("#000000", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7", "#888888"), strict=True))
 KEY = ("study", "kernel", "num_features", "regime", "lr", "seed")
 SPIKE_WINDOW = 25
 PADDING = 4
@@ -324,10 +323,7 @@ def markdown_tables(rows: Sequence[SwapRow]) -> str:
             parts.append("\n".join(lines))
     sweep = [row for row in rows if row.study == "sweep"]
     if sweep:
-        lines = [
-            "| kernel (sweep) | learning rate | after fine-tuning | spikes | diverged | runs |",
-            "|---|---|---|---|---|---|",
-        ]
+        lines = ["| kernel (sweep) | learning rate | after fine-tuning | spikes | diverged | runs |", "|---" * 6 + "|"]
         for (kernel, lr), group in _grouped(sweep, "kernel", "lr"):
             accuracy = _spread([row.final for row in group])
             spikes, lost = sum(row.spikes for row in group), sum(row.diverged for row in group)
@@ -337,50 +333,31 @@ def markdown_tables(rows: Sequence[SwapRow]) -> str:
 
 
 def plot_rows(rows: Sequence[SwapRow], path: Path) -> None:
-    """Draw accuracy over m by regime and stage, and over the learning rate: means over seeds, bars their range."""
-    from matplotlib import rc_context
+    """Draw mean accuracy over m by regime and stage, and over the learning rate, with the range over seeds."""
     from matplotlib.figure import Figure
 
-    grid = {regime: [row for row in rows if row.study == "grid" and row.regime == regime] for regime in REGIMES}
-    sweep = [row for row in rows if row.study == "sweep"]
-    # Text as outlines looks the same everywhere; a fixed salt gives equal files for equal data.
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "mmspectral", "font.size": 9}):
-        figure = Figure(figsize=(10.5, 6.5), layout="constrained")
-        axes = figure.subplots(2, 3)
-        _panel(axes[0, 0], grid["full"], "num_features", "replaced")
-        for axis, (regime, stage) in zip(
-            axes.flat[1:5], itertools.product(REGIMES, ("first_epoch", "final")), strict=True
-        ):
-            _panel(axis, grid[regime], "num_features", stage, f"{regime}: ")
-        _panel(axes[1, 2], sweep, "lr", "final", "full, not clipped: ")
-        figure.legend(
-            *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KERNELS), frameon=False
-        )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _panel(axis, rows: Sequence[SwapRow], name: str, stage: str, prefix: str = "") -> None:
-    for kernel, color in COLORS.items():
-        groups = _grouped([row for row in rows if row.kernel == kernel and getattr(row, stage) is not None], name)
-        if not groups:
-            continue
-        values = [[100 * getattr(row, stage) for row in group] for _, group in groups]
-        means = [statistics.fmean(each) for each in values]
-        if groups[0][0] == (None,):
-            axis.axhline(means[0], color=color, label=kernel, linewidth=1, linestyle="--")
-            continue
-        reach = [
-            [mean - min(each) for mean, each in zip(means, values, strict=True)],
-            [max(each) - mean for mean, each in zip(means, values, strict=True)],
-        ]
-        positions = [position for (position,), _ in groups]
-        axis.errorbar(positions, means, reach, color=color, label=kernel, marker="o", markersize=3, capsize=2)
-    ticks = sorted({getattr(row, name) for row in rows} - {None})
-    label = {"num_features": "features m", "lr": "learning rate"}[name]
-    axis.set(title=prefix + STAGES[stage], xscale="log", xlabel=label, ylabel="accuracy, %")
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
+    panels = [("grid", "full", "num_features", "replaced")]
+    panels += [("grid", regime, "num_features", stage) for regime in REGIMES for stage in ("first_epoch", "final")]
+    panels += [("sweep", "full", "lr", "final")]
+    figure = Figure(figsize=(10.5, 6.5), layout="constrained")
+    for axis, (study, regime, name, stage) in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        for i, kernel in enumerate(KERNELS):
+            chosen = [r for r in rows if (r.study, r.regime, r.kernel) == (study, regime, kernel)]
+            groups = _grouped([r for r in chosen if getattr(r, stage) is not None], name)
+            for (position,), group in groups:
+                values = [100 * getattr(row, stage) for row in group]
+                mean = statistics.fmean(values)
+                if position is None:
+                    axis.axhline(mean, color=f"C{i}", label=kernel, ls="--")
+                else:
+                    reach = [[mean - min(values)], [max(values) - mean]]
+                    axis.errorbar([position], [mean], reach, color=f"C{i}", label=kernel, marker="o", capsize=2)
+        axis.set(title=f"{study}, {regime}: {STAGES[stage]}", xscale="log", xlabel=name, ylabel="accuracy, %")
+    handles = {}
+    for axis in figure.axes:
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(KERNELS))
+    figure.savefig(path)
 
 
 def _grouped(rows: Sequence[SwapRow], *names: str) -> list[tuple[tuple, list[SwapRow]]]:
@@ -440,15 +417,9 @@ def parse_args() -> argparse.Namespace:
 
 def train_softmax(args: argparse.Namespace) -> None:
     train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
-    settings = dict(
-        backbone=dict(
-            arch=dict(zip(ARCH, args.arch, strict=True)),
-            img_size=train_data.images.shape[-1],
-            patch_size=args.patch_size,
-            out_type="cls_token",
-        ),
-        num_classes=len(train_data.classes),
-    )
+    arch, size = dict(zip(ARCH, args.arch, strict=True)), train_data.images.shape[-1]
+    backbone = dict(arch=arch, img_size=size, patch_size=args.patch_size, out_type="cls_token")
+    settings = dict(backbone=backbone, num_classes=len(train_data.classes))
     torch.manual_seed(0)
     model = Classifier(settings)
     model.backbone.init_weights()
@@ -459,16 +430,8 @@ def train_softmax(args: argparse.Namespace) -> None:
         checkpoint = dict(settings=settings, epoch=epoch, accuracy=reached, state_dict=model.state_dict())
         write_checkpoint(checkpoint, args.checkpoint, force=True)
 
-    generator = torch.Generator().manual_seed(0)
-    train(
-        model,
-        train_data,
-        epochs=args.epochs,
-        lr=args.lr,
-        generator=generator,
-        batch_size=args.batch_size,
-        after_epoch=save,
-    )
+    options = dict(epochs=args.epochs, lr=args.lr, batch_size=args.batch_size, after_epoch=save)
+    train(model, train_data, generator=torch.Generator().manual_seed(0), **options)
 
 
 def run_study(args: argparse.Namespace) -> None:

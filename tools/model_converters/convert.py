@@ -8,7 +8,7 @@ SRC may be a file of mmpretrain, mmdet, timm or the official code, .pth or .safe
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import report_usage_errors, require_file
+from mmspectral.arguments import report_usage_errors, require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    require_file(args.source)
+    require_checkpoint(args.source)
     from mmspectral.checkpoints import convert  # torch, after what is wrong at first sight
 
     print(convert(args.source, args.target, args.to, args.family, args.force))

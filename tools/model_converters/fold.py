@@ -6,7 +6,7 @@ usage: python tools/model_converters/fold.py SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import report_usage_errors, require_file
+from mmspectral.arguments import report_usage_errors, require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -20,7 +20,7 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    require_file(args.source)
+    require_checkpoint(args.source)
     from mmspectral.checkpoints import fold_file  # torch, after what is wrong at first sight
 
     print(fold_file(args.source, args.target, args.force))

@@ -8,7 +8,7 @@ DST of name.pth becomes name_DATE-HASH.pth. Weights and meta are kept; optimizer
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import report_usage_errors, require_file
+from mmspectral.arguments import report_usage_errors, require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -23,7 +23,7 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    require_file(args.source)
+    require_checkpoint(args.source)
     from mmspectral.checkpoints import publish  # torch, after what is wrong at first sight
 
     print(publish(args.source, args.target, args.fold, args.force))

@@ -6,7 +6,7 @@ usage: python tools/model_converters/unfold.py CONFIG SRC DST
 import argparse
 from pathlib import Path
 
-from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors, require_file
+from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors, require_checkpoint
 
 
 def parse_args() -> argparse.Namespace:
@@ -22,7 +22,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     cfg = read_config(args.config, args.cfg_options)
-    require_file(args.source)
+    require_checkpoint(args.source)
     from mmspectral.checkpoints import unfold_file  # torch, after what is wrong at first sight
 
     print(unfold_file(cfg, args.source, args.target, args.force))

@@ -6,7 +6,7 @@ image_size = (1024, 1024)
 pad = dict(type="mmdet.Pad", size=image_size, pad_val=dict(img=(114, 114, 114)))
 
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.RandomFlip", prob=0.5),
     dict(type="RandomResize", scale=image_size, ratio_range=(0.1, 2.0), keep_ratio=True),
@@ -33,7 +33,9 @@ test_pipeline = [
     ),
 ]
 
-train_dataloader = dict(batch_size=4, num_workers=8, batch_sampler=None, dataset=dict(pipeline=train_pipeline))
+train_dataloader = dict(
+    batch_size=4, num_workers=8, persistent_workers=False, batch_sampler=None, dataset=dict(pipeline=train_pipeline)
+)
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 

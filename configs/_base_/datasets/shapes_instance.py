@@ -3,7 +3,7 @@
 _base_ = "mmdet::_base_/datasets/coco_instance.py"
 
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    dict(type="mmspectral.LoadImageFromFile"),
     dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True),
     dict(type="mmdet.Resize", scale=(160, 160), keep_ratio=True),
     dict(type="mmdet.RandomFlip", prob=0.5),
@@ -21,6 +21,7 @@ test_pipeline = [
 
 train_dataloader = dict(
     batch_size=2,
+    persistent_workers=False,
     dataset=dict(
         _delete_=True,
         type="mmspectral.ShapesDataset",

@@ -1,6 +1,6 @@
 """ViTDet's schedule for ViT-B: 100 epochs of COCO at 64 images, layer-wise decay of the learning rate by .7."""
 
-_base_ = "mmdet::_base_/default_runtime.py"
+_base_ = ["mmdet::_base_/default_runtime.py", "../runtime.py"]
 
 max_iters = 184375
 interval = 5000
@@ -26,6 +26,9 @@ optim_wrapper = dict(
     optimizer=dict(type="AdamW", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1),
 )
 
-default_hooks = dict(checkpoint=dict(by_epoch=False, interval=interval, max_keep_ckpts=5))
+default_hooks = dict(
+    _base_.exact_resume,
+    checkpoint=dict(_base_.exact_resume.checkpoint, by_epoch=False, interval=interval, max_keep_ckpts=5),
+)
 log_processor = dict(by_epoch=False)
 auto_scale_lr = dict(enable=False, base_batch_size=64)

@@ -1,5 +1,8 @@
 """Build mmengine's Runner for the machine at hand, and run it."""
 
+import logging
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,8 @@ from mmengine.device import get_device
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from mmspectral.arguments import require_checkpoint
 from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group, replace_sync_norm, use_cpu_wrapper
-from mmspectral.engine.runner.fault_tolerance import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import UsageError
 
@@ -57,10 +60,41 @@ def set_resume(cfg: Config, checkpoint: str) -> None:
     cfg.load_from = None if checkpoint == "auto" else checkpoint
 
 
-def require_checkpoint(name: str) -> None:
-    """Raise :class:`UsageError` if ``name`` is a local path without a file."""
-    if "://" not in name and not Path(name).expanduser().is_file():
-        raise UsageError(f"There is no checkpoint {name}.")
+def require_writable(folder: str) -> None:
+    """Raise :class:`UsageError` if no file can be made in ``folder``, which is made where it is missing."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"The work folder {Path(folder).absolute()} cannot be written: {error.strerror}. "
+            "Name another one by --work-dir."
+        ) from error
+
+
+def runtime_notes(cfg: Config) -> list[str]:
+    """Return a line that says what is off in a training whose config does not name the hooks of ``_base_/runtime.py``.
+
+    Raises:
+        UsageError: The config has ``fault_tolerance``, which earlier versions of this package read.
+    """
+    if "fault_tolerance" in cfg:
+        raise UsageError(
+            "fault_tolerance is not read any more. Inherit mmspectral::_base_/runtime.py, and set "
+            "default_hooks.checkpoint.tolerated_failures and skip_unreadable of LoadImageFromFile in the pipeline."
+        )
+    hooks = cfg.get("default_hooks") or {}
+    named = [str((hook or {}).get("type")).rpartition(".")[2] for name, hook in hooks.items() if name != "checkpoint"]
+    off = [] if {"EpochSeedHook", "ResumeCheckHook", "DueValidationHook"} <= set(named) else ["exact resume"]
+    if (hooks.get("checkpoint") or {}).get("type") != "mmspectral.CheckpointHook":
+        off.append("atomic checkpoints")
+    if not off or "runner_type" in cfg:
+        return []
+    return [
+        f"Off in this config: {', '.join(off)}. To turn on: "
+        '_base_ = [..., "mmspectral::_base_/runtime.py"]; default_hooks = _base_.exact_resume'
+    ]
 
 
 def prepare_cfg_for_device(cfg: Config) -> list[str]:
@@ -103,6 +137,13 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
 
 
+class _Brief(logging.Filter):
+    """Drop the lines that mmengine logs for each parameter: options of the optimizer and initialisation."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.funcName != "_dump_init_info" and not str(record.msg).startswith("paramwise_options")
+
+
 def fit_checkpoints(runner: Runner) -> None:
     """Let the runner load weights by the loader that ``init_cfg`` uses, unless the config's hooks say how."""
     from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook  # needs mmpretrain
@@ -111,7 +152,7 @@ def fit_checkpoints(runner: Runner) -> None:
         runner.register_hook(CheckpointFittingHook())
 
 
-def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
+def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: list[str] | None = None) -> Any:
     """Build the Runner on this process's device, hand it to ``run`` and leave the process group.
 
     Args:
@@ -119,6 +160,9 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
             by :func:`mmspectral.engine.runner.resume.choose_checkpoint` and
             :func:`prepare_cfg_for_device`.
         run: What to do, such as ``Runner.train``.
+        notes: Lines to log as warnings first.
+
+    Lines that mmengine logs for each parameter are left out unless ``log_level`` is ``"DEBUG"``.
 
     Returns:
         What ``run`` returns.
@@ -128,11 +172,13 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any]) -> Any:
             folder cannot be written, or the checkpoint cannot be used.
     """
     require_writable(cfg.work_dir)
-    notes = choose_checkpoint(cfg) + prepare_cfg_for_device(cfg)
+    notes = [*(notes or []), *choose_checkpoint(cfg)] + prepare_cfg_for_device(cfg)
     if cfg.launcher != "none" and get_device() == "cpu":
         init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
     try:
         runner = build_runner(cfg)
+        if not runner.logger.isEnabledFor(logging.DEBUG):
+            runner.logger.addFilter(_Brief())
         fit_checkpoints(runner)
         for note in notes:
             runner.logger.warning(note)

@@ -1,3 +1,4 @@
+_base_ = "../../../configs/_base_/runtime.py"
 custom_imports = dict(imports=["toy_classification"])
 default_scope = "mmpretrain"
 
@@ -38,8 +39,9 @@ test_cfg = dict()
 auto_scale_lr = dict(base_batch_size=8, enable=False)
 
 default_hooks = dict(
+    _base_.exact_resume,
     logger=dict(type="LoggerHook", interval=1),
-    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=2),
+    checkpoint=dict(type="mmspectral.CheckpointHook", by_epoch=False, interval=2),
     visualization=dict(type="VisualizationHook"),
 )
 custom_hooks = [dict(type="WriteRank")]

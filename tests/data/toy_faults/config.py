@@ -1,8 +1,9 @@
 """Everything that a resumed run could forget: dropout, augmentation in workers, EMA, stored corrections, schedules.
 
-And random features: drawn anew before iterations 2, 4, .. of 16, thus within each epoch of four and between epochs.
+And random features: redrawn before iterations 2, 4, .. of 16, thus within each epoch of four and between epochs.
 """
 
+_base_ = "../../../configs/_base_/runtime.py"
 custom_imports = dict(imports=["toy_classification", "toy_faults"])
 default_scope = "mmpretrain"
 
@@ -30,7 +31,7 @@ train_pipeline = [
 train_dataloader = dict(
     batch_size=4,
     num_workers=1,
-    persistent_workers=True,
+    persistent_workers=False,
     sampler=dict(type="DefaultSampler", shuffle=True),
     dataset=dict(type="DarkOrBright", ann_file="", pipeline=train_pipeline),
 )
@@ -51,8 +52,9 @@ train_cfg = dict(by_epoch=True, max_epochs=4, val_interval=1)
 val_cfg = dict()
 
 default_hooks = dict(
+    _base_.exact_resume,
     logger=dict(type="LoggerHook", interval=1),
-    checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2, save_best="auto"),
+    checkpoint=dict(type="mmspectral.CheckpointHook", interval=1, max_keep_ckpts=2, save_best="auto"),
 )
 custom_hooks = [
     dict(type="Doom"),
