@@ -7,6 +7,7 @@ import pytest
 from mmengine.config import Config
 from mmengine.runner import Runner
 
+from mmspectral.arguments import host_package
 from mmspectral.datasets.check import check_before_training
 from tests.helpers import CONFIGS, class_folders, coco_set
 
@@ -50,6 +51,7 @@ def test_a_copy_of_an_example_trains(name, tmp_path, monkeypatch):
         options |= {**SMALL_IMAGES[name], "val_dataloader.dataset.pipeline.1.scale": (64, 64)}
     cfg = Config.fromfile(shutil.copy(EXAMPLES[name], "mine.py"))
     cfg.merge_from_dict(options)
+    assert host_package(cfg) == cfg.default_scope
     check_before_training(cfg)
     runner = Runner.from_cfg(cfg)
     runner.train()

@@ -3,7 +3,10 @@
 Copy this file anywhere, edit "Your data", then: python tools/train.py MY_CONFIG.py. Not trained here.
 """
 
-_base_ = ["mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", __import__("mmspectral").config_path("_base_/runtime.py")]
+_base_ = [
+    "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py",
+    __import__("mmspectral").config_path("_base_/runtime.py"),
+]
 
 # Your data
 classes = ("cat", "dog")

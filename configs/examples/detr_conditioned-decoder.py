@@ -21,7 +21,7 @@ model = dict(
     bbox_head=dict(num_classes=len(classes)),
 )
 # From scratch DETR takes hundreds of epochs, so start from its COCO weights; set None to train from scratch.
-load_from = "https://download.openmmlab.com/mmdetection/v3.0/detr/detr_r50_8xb2-150e_coco/detr_r50_8xb2-150e_coco_20221023_153551-436d03e8.pth"  # noqa: E501
+load_from = "https://download.openmmlab.com/mmdetection/v3.0/detr/detr_r50_8xb2-150e_coco/detr_r50_8xb2-150e_coco_20221023_153551-436d03e8.pth"
 
 metainfo = dict(classes=classes)
 train_pipeline = [dict(_base_.train_pipeline[0], **_base_.image_loader), *_base_.train_pipeline[1:]]

@@ -1,7 +1,9 @@
 """Mask R-CNN with spectral XCiT small-12 on your own COCO-style data, from stock ImageNet weights, on GPUs.
 
 Copy this file anywhere, edit "Your data", then: bash tools/dist_train.sh MY_CONFIG.py GPUS --auto-scale-lr
-Classes are the names of `categories` in your annotation files, in their order; their ids may be any numbers. Not trained here.
+Classes are the names of `categories` in your annotation files, in their order; their ids may be any numbers.
+
+Not trained here.
 """
 
 _base_ = __import__("mmspectral").config_path("xcit/mask-rcnn_spectral-xcit-s12-p16_fpn_ms-crop-3x_coco.py")
