@@ -161,7 +161,8 @@ def host_package(cfg: Config) -> str:
         UsageError: It is neither.
     """
     model_type = cfg.model.type if isinstance(cfg.model.type, str) else cfg.model.type.__module__
-    host = model_type.partition(".")[0] if "." in model_type else cfg.get("default_scope")
+    scope = model_type.rpartition(".")[0].partition(".")[0]
+    host = cfg.get("default_scope") if scope in ("", "mmspectral") else scope
     if host not in ("mmdet", "mmpretrain"):
         raise UsageError(
             f"The model {model_type} belongs to neither mmdet nor mmpretrain; set default_scope to one of them."
