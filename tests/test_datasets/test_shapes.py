@@ -67,13 +67,9 @@ def test_other_content_is_refused(tmp_path, monkeypatch):
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_images_depend_on_seed_split_and_index_only():
-    image, annotations = render(0, 0, 3, 160)
-    again, annotations_again = render(0, 0, 3, 160)
-    assert np.array_equal(image, again)
-    assert annotations == annotations_again
-    for other in ((1, 0, 3), (0, 1, 3), (0, 0, 4)):
-        assert not np.array_equal(image, render(*other, 160)[0])
+def test_images_depend_on_seed_split_and_index():
+    image, _ = render(0, 0, 3, 160)
+    assert not any(np.array_equal(image, render(*other, 160)[0]) for other in ((1, 0, 3), (0, 1, 3), (0, 0, 4)))
 
 
 def test_masks_are_the_visible_pixels(coco):
@@ -245,11 +241,9 @@ def test_a_damaged_set_is_drawn_again(tmp_path, name, change):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.name]
 
 
-def test_an_intact_set_is_not_written_again(tmp_path, monkeypatch):
-    settings = {"split": "val", "num_images": 1, "data_root": str(tmp_path)}
-    shapes_annotation_file(**settings)
+def test_an_intact_set_is_not_written_again(default_root, monkeypatch):
     monkeypatch.setattr(shapes, "render", lambda *_: pytest.fail("drawn again"))
-    shapes_annotation_file(**settings)
+    shapes_annotation_file("val", data_root=str(default_root))
 
 
 def test_an_unwritable_place_is_named(tmp_path):

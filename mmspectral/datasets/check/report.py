@@ -1,4 +1,4 @@
-"""What a check found, how it is printed, and which images are there."""
+"""Reports of a data check and how they are printed, and the search for image files."""
 
 import os
 from collections import defaultdict
