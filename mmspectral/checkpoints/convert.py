@@ -27,7 +27,7 @@ KEPT = ("meta",)  # beside the weights
 
 
 def _explained(function: Callable) -> Callable:
-    """Read in safe mode, whatever the environment says, and turn what a user can mend into a UsageError."""
+    """Read in safe mode, whatever the environment says, and turn what a user can correct into a UsageError."""
 
     @functools.wraps(function)
     def guarded(*args, **kwargs):

@@ -63,7 +63,7 @@ class RandomFeatureKernel(nn.Module):
             the ``"model"``, see :func:`share_geometry`.
         rank: r; default d.
         proposal: None, or how calibration chooses what is drawn from: ``"sharp"``
-            or ``"theorem_3_2"``, see :mod:`mmspectral.ops.random_features.features`.
+            or ``"theorem_3_2"``, see :func:`mmspectral.ops.random_features.sharp_proposal`.
         shift: None, or whether the shift of the keys is ``"fixed"`` or ``"learned"``.
         orthogonal: Whether w has orthogonal blocks.
         train_features: Whether w is a parameter, trained and never drawn again.
@@ -188,7 +188,7 @@ class RandomFeatureKernel(nn.Module):
         """Return the attention [B, h, N, e] of q [B, h, N, d] to k [B, H, L, d] and v [B, H, L, e].
 
         ``mask`` [B, L] is True for keys that may be seen; see
-        :func:`mmspectral.ops.random_features.attention.linear_attention`.
+        :func:`mmspectral.ops.random_features.linear_attention`.
         """
         return linear_attention(q, k, v, self.features(), mask, causal)
 

@@ -5,15 +5,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from mmspectral.analysis.calibration_images import calibration_batches
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mmspectral.analysis.calibration_images import calibration_batches
 from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.analysis.model_calibration import calibrate_model, gather_inputs, markdown_table, write_csv
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.models import DarkViT
-from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features import softmax_attention
 
 BOTH = dict(proposal="sharp", shift="fixed")
 FIT = Fit(steps=3)

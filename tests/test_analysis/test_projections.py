@@ -6,9 +6,7 @@ from mmpretrain.models.backbones import XCiT
 from torch import nn
 
 from mmspectral.analysis.projections import attention_projections, spectrum
-from mmspectral.layers import build_conditioning, condition_linear
-from mmspectral.layers.alternatives import QKNorm, SpectralNorm
-from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.layers import ConditionedMultiheadAttention, QKNorm, SpectralNorm, build_conditioning, condition_linear
 
 
 def attention(conditioning, row_order="[3][heads][d]"):

@@ -8,8 +8,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from torch import nn
 
-from mmspectral.checkpoints.files import write_checkpoint
-from mmspectral.checkpoints.load import fit_to_model, load_backbone
+from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
 from mmspectral.layers import fold

@@ -11,8 +11,7 @@ from torch import nn
 import mmspectral
 from mmspectral.layers import DarkAttention, probe_tokens, saturation
 from mmspectral.layers.sites import find_sites
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.features import fold_features
+from mmspectral.ops.random_features import fold_features, linear_attention
 
 DIM, HEADS, D = 32, 4, 8
 DARK = dict(type="dark", num_features=24)

@@ -11,8 +11,7 @@ from torch import nn
 
 from mmspectral.layers import RandomFeatureKernel, build_kernel, share_geometry
 from mmspectral.layers.kernels import SoftmaxKernel
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.features import Proposal, draw_projection, fold_features, sharp_proposal
+from mmspectral.ops.random_features import Proposal, draw_projection, fold_features, linear_attention, sharp_proposal
 
 H, D, M = 4, 8, 16
 TYPES = dict(

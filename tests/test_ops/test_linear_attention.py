@@ -5,15 +5,22 @@ import itertools
 import pytest
 import torch
 
-from mmspectral.ops.random_features import causal, chunked, reference
-from mmspectral.ops.random_features.attention import attend, kernel_logits, linear_attention, summarise_keys
-from mmspectral.ops.random_features.baselines import (
+from mmspectral.ops.random_features import (
+    attend,
+    causal,
+    chunked,
     constant_attention,
+    draw_projection,
+    fold_features,
+    kernel_logits,
+    linear_attention,
     position_codes,
+    reference,
+    sharp_proposal,
     softmax_attention,
+    summarise_keys,
     uniform_attention,
 )
-from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
 
 F64 = torch.float64
 

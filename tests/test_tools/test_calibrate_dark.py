@@ -11,12 +11,12 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
-
 from mmspectral.analysis.calibration_images import calibration_batches, see
+
 from mmspectral.analysis.checkpoint_calibration import calibrate_checkpoint, checkpoint_inputs
 from mmspectral.errors import UsageError
 from mmspectral.layers import feature_kernels
-from mmspectral.ops.random_features.features import draw_projection
+from mmspectral.ops.random_features import draw_projection
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"

@@ -12,9 +12,15 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from mmspectral.checkpoints.convert import convert, fold_file, publish, unfold_file
-from mmspectral.checkpoints.files import find_weights, read_checkpoint
-from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints import (
+    convert,
+    find_weights,
+    fold_file,
+    load_backbone,
+    publish,
+    read_checkpoint,
+    unfold_file,
+)
 from mmspectral.compat.checkpoints import FORCE_UNSAFE
 from mmspectral.errors import UsageError
 from mmspectral.layers import METADATA_KEY

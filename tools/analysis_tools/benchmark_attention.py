@@ -21,9 +21,13 @@ import torch
 from mmspectral.analysis.paired_timing import compare_times, time_in_turn
 from torch import Tensor
 
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.baselines import softmax_attention
-from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
+from mmspectral.ops import (
+    draw_projection,
+    fold_features,
+    linear_attention,
+    sharp_proposal,
+    softmax_attention,
+)
 
 PACKAGES = {"darkformer-pytorch": "darkformer_pytorch", "performer-pytorch": "performer_pytorch"}
 IMPLEMENTATIONS = ("softmax", "dark", "dark-sharp", "performer", *PACKAGES)
