@@ -244,11 +244,7 @@ def feature_kernels(model: nn.Module) -> dict[str, RandomFeatureKernel]:
 
 
 class SoftmaxKernel(nn.Module):
-    """Exact attention.
-
-    Args:
-        scale: Factor of the logits; default d^(-1/2).
-    """
+    """Exact attention."""
 
     def __init__(self, num_heads: int, head_dim: int, *, scale: float | None = None, layer: int = 0) -> None:
         super().__init__()
@@ -279,16 +275,7 @@ class UniformKernel(nn.Module):
 
 
 class ConstantKernel(RandomFeatureKernel):
-    """Linear attention between fixed random codes of the positions, N(0, I), whatever the content.
-
-    Args:
-        num_heads: h.
-        head_dim: d.
-        num_features: m; default floor(d ln d).
-        scale: Not used: the codes have a size of their own.
-        seed: Of draws and codes.
-        layer: Index of the layer.
-    """
+    """Linear attention between fixed random codes of the positions, N(0, I), whatever the content."""
 
     def __init__(
         self,

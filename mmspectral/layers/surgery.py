@@ -38,14 +38,6 @@ def condition_linear(
 
     Does nothing when ``conditioning`` is None or targets none of ``roles``. For
     layers that call their projections; :func:`condition` serves any other.
-
-    Args:
-        parent: Module that holds the projection.
-        name: Attribute name of an ``nn.Linear``.
-        conditioning: What is done to it.
-        roles: Which of q, k, v the weight holds, in row order.
-        num_heads: Number of heads.
-        row_order: See :class:`mmspectral.ops.ProjectionLayout`.
     """
     if conditioning is None or not set(roles) & set(conditioning.targets):
         return
@@ -115,12 +107,6 @@ def sites(
     layout: Mapping | None = None,
 ) -> SiteTable:
     """Return the attention projections of a model: those that :func:`condition` finds, and those it conditioned.
-
-    Args:
-        model: Any module.
-        include: As for :func:`condition`.
-        exclude: As for :func:`condition`.
-        layout: As for :func:`condition`.
 
     Returns:
         A list of :class:`mmspectral.layers.sites.Site` that prints as a table.

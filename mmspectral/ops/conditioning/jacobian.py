@@ -94,13 +94,6 @@ def attention_jacobian(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the derivatives of A(X) with respect to Wq, Wk and Wv by their closed forms (Theorem 3.3).
 
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau.
-
     Returns:
         Matrices [N e, D d], [N e, D d] and [N e, D e]; rows and columns follow
         the column-major vec of A and of the weight. Their concatenation along
@@ -151,14 +144,6 @@ def jacobian_bound(
       part and N >= D, since each then sums to zero. For N > D the Jacobian is
       rank-deficient too (Wq G and Wk G^-T give the same function), so its kappa
       is also one over the non-zero singular values.
-
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau.
-        rtol: See :func:`effective_condition`.
     """
     S = _softmax(tokens.double(), query.double(), key.double(), scale)
     blocks = torch.diag_embed(S) - S.unsqueeze(-1) * S.unsqueeze(-2)  # [N, N, N], symmetric and semi-definite

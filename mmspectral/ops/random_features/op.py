@@ -119,13 +119,7 @@ def summarise_keys(
 
 
 def attend(q: Tensor, features: Features, state: FeatureState) -> Tensor:
-    """Return the attention to all keys of a state, [B, h, N, e] in the dtype of q; without gradient.
-
-    Args:
-        q: [B, h, N, d].
-        features: Those that the state was made with.
-        state: Of :func:`summarise_keys`.
-    """
+    """Return the attention to all keys of a state, [B, h, N, e] in the dtype of q; without gradient."""
     B, H = state.lse.shape[:2]
     out = q.new_empty(*q.shape[:-1], state.mean.shape[-1])
     with torch.no_grad(), float32_island(q.device):
