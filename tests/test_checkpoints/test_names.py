@@ -79,7 +79,6 @@ def logits_of(ours, theirs, head, x):
 
 @PAIRS
 def test_timm_loads_computes_the_same_and_returns(pair, tmp_path):
-    """users.md E19."""
     torch.manual_seed(0)
     theirs, ours, head = pair()
     shake(theirs)
@@ -187,7 +186,7 @@ def test_layer_scale_of_official_deit(tmp_path):
 
 
 def test_mmsegmentation_names(tmp_path):
-    """users.md A9: its ViT holds torch's attention."""
+    """Its ViT holds torch's attention."""
     torch.manual_seed(0)
     source, target = shake(vit_pair()[1]), vit_pair()[1]
     naming = naming_of(FAMILIES["vit"], "mmseg")

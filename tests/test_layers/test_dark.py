@@ -1,7 +1,6 @@
 """DarkAttention: timm's attention with another kernel, grouped, to a context, and one token at a time."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -168,7 +167,7 @@ def test_the_entropy_of_its_attention_is_measured():
 @EACH_FORM
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(form, dtype):
-    """users.md C1, in autocast and with cast weights."""
+    """In autocast and with cast weights."""
     layer, (x, context) = build(form), inputs(form)
     expected = layer(x, **context)
     with torch.autocast("cpu", dtype):
@@ -194,12 +193,6 @@ def test_compiles_into_one_graph(kernel):
             torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-5)
         if hasattr(layer.kernel, "redraw"):
             layer.kernel.redraw(N)
-
-
-def test_copying_and_pickling():
-    layer, x = build("grouped"), inputs()[0]
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(twin(x), layer(x))
 
 
 @pytest.mark.parametrize(

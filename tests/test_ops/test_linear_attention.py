@@ -210,7 +210,7 @@ def test_queries_that_see_no_key_get_zero_and_no_gradient(small_chunks, causal):
 
 
 def test_per_head_scales_a_thousandfold_apart():
-    """Case C4, with the maximum detached: values and gradients where heads differ by 1e3."""
+    """Values and gradients where heads differ by 1e3."""
     leaves, w = problem(N=9, L=9)
     scales = torch.tensor([1e-3, 1.0], dtype=F64).view(1, 2, 1, 1)
     q, k, v, M = leaves
@@ -244,7 +244,7 @@ def test_half_precision(dtype, causal):
 @pytest.mark.parametrize("size", [6.0, 1e2, 1e4])
 @pytest.mark.parametrize("causal", [False, True])
 def test_large_entries_stay_finite(dtype, size, causal):
-    """Cases C1 and C3: entries of 6 in 32 dimensions make every unstabilised feature 0, even in float32."""
+    """Entries of 6 in 32 dimensions make every unstabilised feature 0, even in float32."""
     q, k, v = (torch.full((1, 2, 9, 32), size, dtype=dtype).requires_grad_() for _ in range(3))
     with torch.no_grad():
         for t in (q, k):
@@ -332,7 +332,7 @@ def test_nothing_kept_for_the_gradient_grows_with_tokens_times_features(causal):
 
 
 def test_error_falls_with_the_number_of_features():
-    """Case C9: the root mean square error over 20 draws falls as m^(-1/2)."""
+    """The root mean square error over 20 draws falls as m^(-1/2)."""
     q, k, v = (tokens(1, 1, 32, 8, seed=s, size=0.4) for s in (1, 2, 3))
     exact, errors = softmax_attention(q, k, v), []
     for m in (2**i for i in range(4, 13)):

@@ -49,7 +49,7 @@ def test_blocks_are_orthogonal(m, dim):
 
 
 def test_rows_of_blocks_are_uniform():
-    """Case C8: without the sign fix the quadrants of 2-D rows are far from even."""
+    """Without the sign fix the quadrants of 2-D rows are far from even."""
     rows = blocks(2, DRAWS)
     for row in rows.unbind(1):
         quadrant = (row[:, 0] > 0).int() * 2 + (row[:, 1] > 0).int()

@@ -65,7 +65,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_to_every_naming_and_back(suffix, tmp_path):
-    """users.md E19: timm loads the result strictly, and what comes back loads strictly into stock code."""
+    """Timm loads the result strictly, and what comes back loads strictly into stock code."""
     timm_swin = pytest.importorskip("timm.models.swin_transformer")
     model = classifier().eval()
     current = save(model, tmp_path / "ours.pth", meta=dict(epoch=3))
