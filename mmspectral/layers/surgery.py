@@ -389,13 +389,6 @@ def unfolded_weight(
 ) -> Tensor:
     """Return the W of which ``weight`` is W + C.
 
-    Args:
-        name: For messages.
-        weight: W + C [P * D, E].
-        conditioning: How C was made.
-        layout: Rows of the weight.
-        C: The C in use, where it is known.
-
     Raises:
         ValueError: ``weight`` is W + C of no W.
     """

@@ -41,16 +41,7 @@ class EffectiveCondition:
 
 @dataclass(frozen=True)
 class JacobianBound:
-    """The factors of Theorem 3.4, each with its rank.
-
-    Args:
-        tokens: X [N, D].
-        softmax_derivative: Lambda [N^2, N^2].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        softmax: S [N, N].
-    """
+    """The factors of Theorem 3.4, each with its rank: X, Lambda, Wq, Wk, Wv and S."""
 
     tokens: EffectiveCondition
     softmax_derivative: EffectiveCondition
@@ -74,18 +65,7 @@ class JacobianBound:
 
 
 def attention(tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0) -> Tensor:
-    """Return A(X) = softmax(tau X Wq Wk^T X^T) X Wv.
-
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d], the transpose of what ``nn.Linear`` calls weight.
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau; 1 in the theorem, d^-1/2 in practice.
-
-    Returns:
-        A tensor [N, e].
-    """
+    """Return A(X) = softmax(tau X Wq Wk^T X^T) X Wv [N, e]; tau is ``scale``, 1 in the theorem."""
     return _softmax(tokens, query, key, scale) @ (tokens @ value)
 
 

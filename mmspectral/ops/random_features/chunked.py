@@ -79,12 +79,7 @@ class KeyMap:
         return k if self.shift is None else k - self.shift
 
     def logits(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n].
-
-        Args:
-            k: Shifted keys [G, n, d].
-            mask: [G, 1, n], True for keys that may be seen.
-        """
+        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n]."""
         y = self.rows @ k.mT  # [G, R, n]
         first = y[:, : self.rank]
         scaled = first * self.norm_weight if self.offset == 0 else first
