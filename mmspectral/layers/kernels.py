@@ -66,7 +66,7 @@ class RandomFeatureKernel(nn.Module):
             or ``"theorem_3_2"``, see :func:`mmspectral.ops.random_features.sharp_proposal`.
         shift: None, or whether the shift of the keys is ``"fixed"`` or ``"learned"``.
         orthogonal: Whether w has orthogonal blocks.
-        train_features: Whether w is a parameter, trained and never drawn again.
+        train_features: Whether w is a parameter, trained and never redrawn.
         scale: Factor of the logits; default d^(-1/2).
         seed: Of the draws.
         layer: Index of the layer, so that no two have the same draws.

@@ -128,7 +128,7 @@ def test_redraws_happen_in_place():
     assert torch.equal(kernel.w, before)
 
 
-def test_trained_features_are_never_drawn_again():
+def test_trained_features_are_never_redrawn():
     kernel = build("learned")
     before = kernel.w.clone()
     kernel.redraw(1)

@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ from mmspectral.errors import UsageError
 from mmspectral.layers import METADATA_KEY
 from mmspectral.models.backbones import SpectralSwin, SpectralXCiT
 from mmspectral.registry import MODELS
+from tests.helpers import TOOLS
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2])
 SMALL = dict(embed_dims=32, depth=1, num_heads=4)
 IDENTITY = dict(type="IdentityCorrection", scale=0.5)
@@ -228,7 +227,7 @@ def run(monkeypatch, capsys):
     """Return a function that runs a command line in this process and returns its exit status and output."""
 
     def run_in_process(name, *arguments):
-        tool = ROOT / "tools" / "model_converters" / name
+        tool = TOOLS / "model_converters" / name
         monkeypatch.setattr(sys, "argv", [str(tool), *map(str, arguments)])
         status = 0
         try:
