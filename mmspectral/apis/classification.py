@@ -8,8 +8,7 @@ from mmengine.config import Config
 from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
-from mmspectral.checkpoints.files import read_checkpoint
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import fit_to_model, read_checkpoint
 from mmspectral.engine.runner.testing import innermost_dataset
 
 

@@ -19,8 +19,7 @@ from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
 from mmspectral.arguments import host_package
-from mmspectral.checkpoints.files import read_checkpoint
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import fit_to_model, read_checkpoint
 from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from mmspectral.analysis.calibration_images import calibration_batches
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -12,7 +13,7 @@ from mmspectral.analysis import calibrate_model, calibration_batches, calibratio
 from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.models import DarkViT
-from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features import softmax_attention
 
 BOTH = dict(proposal="sharp", shift="fixed")
 FIT = Fit(steps=3)

@@ -17,7 +17,7 @@ from mmengine.dataset import worker_init_fn
 from mmengine.model import BaseModule
 from torch.utils.data import DataLoader
 
-from mmspectral.checkpoints.files import write_checkpoint
+from mmspectral.checkpoints import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import load_from_local
 from mmspectral.engine.hooks.epoch_seed import seed_worker
