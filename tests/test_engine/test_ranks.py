@@ -1,4 +1,4 @@
-"""Several ranks on the CPU: equal ends, recomputed blocks, the total batch of one rank, shards, and a rank that dies."""
+"""Several ranks on the CPU: equal ends, recomputed blocks, the batch of one rank, shards, and a rank that dies."""
 
 import itertools
 import os
@@ -61,7 +61,7 @@ def test_recomputed_blocks_on_two_ranks(tmp_path):
         expected = first[family, False, False]
         assert all(any(iteration[name].any() for iteration in expected) for name in expected[0]), family
         for rank, *switches in itertools.product((first, second), (False, True), (False, True)):
-            for ours, stored in zip(rank[family, *switches], expected, strict=True):
+            for ours, stored in zip(rank[(family, *switches)], expected, strict=True):
                 assert ours.keys() == stored.keys()
                 assert all(torch.equal(ours[name], stored[name]) for name in stored), (family, switches)
 

@@ -209,7 +209,7 @@ def shard(model, how, mesh):
 
 
 def train(model, images_of_rank):
-    """Take two steps on the same four images in total; C is recomputed before the first, w redrawn before the second."""
+    """Take two steps on four images in total; C is recomputed before the first, w redrawn before the second."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
         refresh_corrections(model, updates=step)
