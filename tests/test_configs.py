@@ -187,7 +187,8 @@ def everything_but_the_model_builds(cfg):
         settings = dict(scheduler, optimizer=optimizer)
         settings.pop("convert_to_iter_based", None)
         PARAM_SCHEDULERS.build(settings)
-    for hook in [*cfg.default_hooks.values(), *cfg.get("custom_hooks", [])]:
+    defaults = [hook for name, hook in cfg.default_hooks.items() if name != "visualization"]  # needs a Runner's logger
+    for hook in [*defaults, *cfg.get("custom_hooks", [])]:
         HOOKS.build(hook)
     for part in ("train", "val", "test"):
         dataset = cfg[f"{part}_dataloader"].dataset

@@ -34,6 +34,18 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path) for path in FILES}
 
 
+def public_names():
+    """Yield ``package.name`` for what each package lists in ``__all__``; one of its modules may have the same name."""
+    for path in PACKAGE.rglob("__init__.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = [leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant)]
+                yield from (f"{name_of(path)}.{name}" for name in names)
+
+
+PUBLIC = set(public_names())
+
+
 def imported(tree: ast.AST, lazy: bool):
     """Yield the modules that code imports; with ``lazy``, also those that its functions and its annotations import."""
     nodes = [tree]
@@ -44,7 +56,7 @@ def imported(tree: ast.AST, lazy: bool):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from ({name if name in MODULES else node.module for name in names})
+            yield from ({name if name in MODULES - PUBLIC else node.module for name in names})
         later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         later |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if lazy or not later:

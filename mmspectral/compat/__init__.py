@@ -11,10 +11,18 @@ operators for a current torch (:mod:`mmspectral.compat.mmcv_ops`), mmengine cann
 from mmspectral.compat import mmcv_ops, multimodal
 from mmspectral.compat.mmcv_ops import mmcv_ops_backend
 
-__all__ = ["install", "mmcv_ops_backend"]
+__all__ = ["install", "mmcv_ops_backend", "use_safe_loading"]
 
 
 def install() -> None:
     """Put the finders that mmcv and mmpretrain need on ``sys.meta_path``, once; imports neither."""
     mmcv_ops.install()
     multimodal.install()
+
+
+def __getattr__(name: str) -> object:
+    if name == "use_safe_loading":
+        from mmspectral.compat.checkpoints import use_safe_loading  # torch, which a light import leaves out
+
+        return use_safe_loading
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

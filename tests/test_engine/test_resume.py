@@ -21,7 +21,6 @@ def hooks():
 
 
 def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images, safe_loading):
-
     def runner(resume_from=None):
         model = classifier(SVD)
         wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), 0.01))

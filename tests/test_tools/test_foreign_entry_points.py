@@ -21,6 +21,7 @@ from mmspectral.apis import predict
 from mmspectral.compat.__main__ import FILE_NAME, LINE
 
 ROOT = Path(__file__).resolve().parents[2]
+MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 MMPRETRAIN_TOOLS = Path(find_spec("mmpretrain").origin).parent / ".mim" / "tools"
 CLASSES = ["bright", "dark"]
 
@@ -265,3 +266,20 @@ def test_mmpretrains_own_test_script(run_script, classifier, direct_classifier, 
     assert len(found) == 4
     for sample in found:
         assert_close(sample["pred_score"], direct_classifier(sample["img_path"])[0])
+
+
+def test_mmdets_own_train_script_resumes_exactly(
+    run_script, quickstart_config, tiny_options, trained_quickstart, tmp_path
+):
+    """From a checkpoint of tools/train.py, by a child of the config that has custom hooks of its own."""
+    config = tmp_path / "child.py"
+    config.write_text(f"_base_ = {str(quickstart_config)!r}\ncustom_hooks = [dict(type='EmptyCacheHook')]\n")
+    options = ["--cfg-options", *tiny_options, "train_cfg.max_epochs=2"]
+    for folder, flags in dict(straight=[], resumed=["--resume", trained_quickstart / "epoch_1.pth"]).items():
+        run_script(MMDET_TOOLS / "train.py", config, "--work-dir", tmp_path / folder, *flags, *options)
+    straight, resumed = (
+        torch.load(tmp_path / folder / "epoch_2.pth", weights_only=False) for folder in ("straight", "resumed")
+    )
+    for name, value in straight["state_dict"].items():
+        assert torch.equal(value, resumed["state_dict"][name]), name
+    assert not (tmp_path / "resumed" / "epoch_1.pth").exists()

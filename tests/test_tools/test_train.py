@@ -145,7 +145,7 @@ def test_a_mistyped_path_is_reported_before_heavy_imports(run_command, toy_confi
         f"try: runpy.run_path({str(ROOT / 'tools' / tool)!r}, run_name='__main__')\n"
         "except SystemExit as stopped: print(stopped.code, {'torch', 'mmdet', 'mmpretrain'} & sys.modules.keys())\n"
     )
-    assert run_command(sys.executable, "-c", code).splitlines()[-1] == "2 set()"
+    assert "2 set()" in run_command(sys.executable, "-c", code).splitlines()
 
 
 def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path):

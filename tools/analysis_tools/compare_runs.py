@@ -42,7 +42,7 @@ def read_run(folder: Path) -> Run:
     from mmengine.runner import load_checkpoint
 
     from mmspectral.analysis import build_model, last_checkpoint, last_metrics, run_config
-    from mmspectral.compat.checkpoints import use_safe_loading
+    from mmspectral.compat import use_safe_loading
 
     cfg, checkpoint, metrics = run_config(folder), last_checkpoint(folder), last_metrics(folder)
     use_safe_loading()

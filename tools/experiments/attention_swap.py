@@ -29,7 +29,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 from mmspectral.analysis import Fit, calibrate_geometry
-from mmspectral.checkpoints.files import write_checkpoint
+from mmspectral.checkpoints import write_checkpoint
 from mmspectral.registry import MODELS
 
 ARCH = dict(embed_dims=128, num_layers=4, num_heads=2, feedforward_channels=256)

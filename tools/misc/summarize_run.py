@@ -37,7 +37,7 @@ def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict
     from mmengine.runner import load_checkpoint
 
     from mmspectral import analysis
-    from mmspectral.compat.checkpoints import use_safe_loading
+    from mmspectral.compat import use_safe_loading
 
     cfg, checkpoint = analysis.run_config(work_dir), analysis.last_checkpoint(work_dir)
     metrics = analysis.last_metrics(work_dir)
