@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -118,11 +119,7 @@ class NonFiniteGuardHook(Hook):
         self._stepped.add(optimizer)
 
     def _check(self, gradients: list[Tensor], synchronized: bool) -> None:
-        """Stop if a loss of this iteration or one of ``gradients`` is not finite.
-
-        ``synchronized`` says that all ranks have the same gradients, so that all
-        of them stop here.
-        """
+        """Stop if a loss or gradient is not finite; ``synchronized``: all ranks have these gradients and stop here."""
         losses = [loss.float().mean() for loss in self._losses.values()]
         norms = list(torch._foreach_norm(gradients)) if gradients else []
         if not losses and not norms:
@@ -134,7 +131,8 @@ class NonFiniteGuardHook(Hook):
         # The norm of finite numbers may overflow.
         bad_gradients = [gradient for gradient in gradients if not gradient.isfinite().all()]
         if bad_losses:
-            self._stop(_values(bad_losses), repeat=synchronized and bool(bad_gradients))
+            values = ", ".join(f"{name} is {loss.float().mean().item()}" for name, loss in bad_losses.items())
+            self._stop(values, repeat=synchronized and bool(bad_gradients))
         if bad_gradients:
             self._stop(
                 f"the gradients of {len(bad_gradients)} of {len(gradients)} parameters are not finite",
@@ -175,24 +173,15 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
-def _values(losses: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} is {loss.float().mean().item()}" for name, loss in losses.items())
-
-
 def diagnose(model: nn.Module, batch: dict | tuple | list | None, wrapper: OptimWrapper) -> list[str]:
-    """Return sentences about the first layer that fails on ``batch``.
+    """Return sentences about the first layer of a ``BaseModel`` that fails on ``batch``.
 
-    Runs the forward and backward pass once more, in training mode; gradients and
-    buffers are left as they were. The gradients are looked at before clipping,
-    which spreads one non-finite number over all of them. Dropout and random
-    augmentation draw anew, so a failure that hangs on them may not come back.
-    The largest logit is that of finite logits of the first sample (window) of each
-    attention layer, or of probe tokens where what the layer gets is not finite.
-
-    Args:
-        model: An mmengine ``BaseModel``, without wrapper.
-        batch: What the dataloader gave; None if unknown.
-        wrapper: Its ``optim_context`` gives the precision.
+    Repeats forward and backward pass in training mode and in the precision of
+    ``wrapper``; gradients and buffers are left as they were. Gradients are looked at
+    before clipping, which spreads one non-finite number over all of them. A failure
+    that hangs on dropout or augmentation may not come back. The largest logit is that
+    of finite logits of the first sample (window) of each attention layer, or of probe
+    tokens where what the layer gets is not finite.
     """
     sentences = _bad_weights(model)
     if batch is not None:
@@ -206,13 +195,28 @@ def diagnose(model: nn.Module, batch: dict | tuple | list | None, wrapper: Optim
 def _repeat(model: nn.Module, batch: dict | tuple | list, wrapper: OptimWrapper) -> list[str]:
     failed: list[str] = []
     logits: dict[str, float] = {}
+
+    def look(name: str, module: nn.Module, args: tuple, output: object) -> None:
+        if not failed and not all(map(_is_finite, _tensors(output))):
+            failed.append(name)
+
+    @torch.no_grad()
+    def measure(name: str, layer: nn.Module, args: tuple) -> None:
+        tokens = args[0][:1]
+        if not _is_finite(tokens):
+            tokens = probe_tokens(*tokens.shape[1:], correlation=0.5).to(tokens)
+        found = layer.attention_logits(tokens)
+        finite = found[found.isfinite()]
+        if finite.numel():
+            logits[name] = finite.abs().max().item()
+
     handles = [
-        module.register_forward_hook(_output_hook(name, failed))
+        module.register_forward_hook(partial(look, name))
         for name, module in model.named_modules()
         if name and module is not model.data_preprocessor
     ]
     handles += [
-        layer.register_forward_pre_hook(_logit_hook(name, logits)) for name, layer in attention_layers(model).items()
+        layer.register_forward_pre_hook(partial(measure, name)) for name, layer in attention_layers(model).items()
     ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
@@ -261,28 +265,6 @@ def _worst_kappa(model: nn.Module) -> list[str]:
     kappa, name = max(found)
     shown = "infinite (rank-deficient)" if kappa == float("inf") else f"{kappa:.3g}"
     return [f"Largest condition number of a projection in use: {shown} in {name}."]
-
-
-def _output_hook(name: str, failed: list[str]):
-    def look(module: nn.Module, args: tuple, output: object) -> None:
-        if not failed and not all(map(_is_finite, _tensors(output))):
-            failed.append(name)
-
-    return look
-
-
-def _logit_hook(name: str, logits: dict[str, float]):
-    def measure(layer: nn.Module, args: tuple) -> None:
-        tokens = args[0][:1]
-        if not _is_finite(tokens):
-            tokens = probe_tokens(*tokens.shape[1:], correlation=0.5).to(tokens)
-        with torch.no_grad():
-            found = layer.attention_logits(tokens)
-        finite = found[found.isfinite()]
-        if finite.numel():
-            logits[name] = finite.abs().max().item()
-
-    return measure
 
 
 @contextmanager
