@@ -139,7 +139,7 @@ def run_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config, args.cfg_options)
     set_loading(args)
     if cfg.get("log_level") != "DEBUG":
-        _import_quietly(f"{host_package(cfg)}.datasets")
+        _import_quietly(f"{cfg.get('default_scope') or 'mmengine'}.datasets")  # the model may be of any package
     cfg.launcher = args.launcher
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir

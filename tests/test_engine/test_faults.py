@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from mmspectral.checkpoints import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import load_from_local
-from mmspectral.engine.hooks.epoch_seed import seed_worker
+from mmspectral.engine.hooks.exact_resume import seed_worker
 from mmspectral.engine.runner.launch import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import DamagedCheckpointError, UsageError

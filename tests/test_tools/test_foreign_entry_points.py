@@ -19,15 +19,15 @@ from torch.testing import assert_close
 
 from mmspectral.apis import predict
 from mmspectral.compat.__main__ import FILE_NAME, LINE
+from tests.helpers import CONFIGS, class_folders
 
-ROOT = Path(__file__).resolve().parents[2]
 MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 MMPRETRAIN_TOOLS = Path(find_spec("mmpretrain").origin).parent / ".mim" / "tools"
 CLASSES = ["bright", "dark"]
 
 # The pipelines and the backbone are those of the shipped config.
 CLASSIFIER = f"""
-_base_ = {str(ROOT / "configs" / "deit" / "spectral-deit-tiny_4xb256_in1k.py")!r}
+_base_ = {str(CONFIGS / "deit" / "spectral-deit-tiny_4xb256_in1k.py")!r}
 model = dict(head=dict(num_classes=2), train_cfg=None)
 data_preprocessor = dict(num_classes=2)
 loader = dict(
@@ -159,12 +159,7 @@ def detector(quickstart_config, tmp_path_factory):
 def classifier(run_script, tmp_path_factory):
     """Folder of a config, its images, and a run of two iterations by mmpretrain's own script."""
     folder = tmp_path_factory.mktemp("classifier")
-    rng = np.random.default_rng(0)
-    for name in CLASSES:
-        (folder / "data" / name).mkdir(parents=True)
-        for number in range(2):
-            picture = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-            cv2.imwrite(str(folder / "data" / name / f"{number}.png"), picture)
+    class_folders(folder / "data", CLASSES, size=(40, 50))
     (folder / "config.py").write_text(CLASSIFIER.replace("DATA", str(folder / "data")))
     run_script(MMPRETRAIN_TOOLS / "train.py", folder / "config.py", "--work-dir", folder)
     return folder

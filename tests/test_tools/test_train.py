@@ -39,18 +39,13 @@ def isolated(toy_config, tmp_path, monkeypatch, loaders):
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cpu")
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cuda")
-
-
 def amp_config(**settings):
     return Config(dict(optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1), **settings)))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cpu")
 
 
 def test_amp_trains_in_float32_without_a_gpu_and_says_so(trained):
@@ -182,7 +177,7 @@ def test_checkpoints_are_read_safely_unless_trusted(isolated, flags, switch):
     assert [name for name in (FORCE_SAFE, FORCE_UNSAFE) if os.environ.get(name) == "1"] == [switch]
 
 
-def test_amp_goes_from_every_wrapper_on_a_cpu(on_cpu):
+def test_amp_goes_from_every_wrapper_on_a_cpu():
     cfg = amp_config()
     enable_amp(cfg)
     assert cfg.optim_wrapper.type == "AmpOptimWrapper"
@@ -198,7 +193,8 @@ def test_amp_goes_from_every_wrapper_on_a_cpu(on_cpu):
     assert prepare_cfg_for_device(several) == []
 
 
-def test_nothing_changes_on_a_gpu(on_gpu):
+def test_nothing_changes_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cuda")
     cfg = amp_config(type="AmpOptimWrapper", dtype="bfloat16")
     cfg.merge_from_dict(dict(launcher="pytorch", model=dict(norm_cfg=dict(type="SyncBN"))))
     before = cfg.to_dict()
@@ -206,7 +202,7 @@ def test_nothing_changes_on_a_gpu(on_gpu):
     assert cfg.to_dict() == before
 
 
-def test_sync_norm_goes_only_with_cpu_ranks(on_cpu):
+def test_sync_norm_goes_only_with_cpu_ranks():
     model = dict(neck=[dict(norm_cfg=dict(type="SyncBN", requires_grad=True))])
     alone = Config(dict(launcher="none", model=model))
     assert prepare_cfg_for_device(alone) == []
