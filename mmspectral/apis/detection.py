@@ -9,7 +9,7 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import fit_to_model
 from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.engine.runner.testing import innermost_dataset
 from mmspectral.errors import UsageError

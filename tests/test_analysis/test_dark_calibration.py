@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mmspectral.analysis.dark_geometry import Geometry, effective_rank, query_key_moments
 
 from mmspectral.analysis import dark_calibration
 from mmspectral.analysis.approximation import approximation_error

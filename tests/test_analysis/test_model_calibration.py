@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from mmspectral.analysis.calibration_images import calibration_batches
 from torch import nn
 from torch.utils.data import DataLoader
 
