@@ -148,7 +148,9 @@ class ShowsEffective:
     def own(self, name: str) -> Tensor | None:
         """Return the parameter W, whoever asks (a proxy under ``torch.fx`` tracing)."""
         # What is set in place of a removed parameter, as torch's pruning does, lies in __dict__.
-        return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+        if name in self.__dict__ and name not in self._parameters:
+            return self.__dict__[name]
+        return nn.Module.__getattr__(self, name)
 
     def effective(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return what the module computes with in the place of parameter ``name``, in ``dtype`` or that of W."""
