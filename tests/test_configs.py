@@ -13,7 +13,7 @@ import torch
 import yaml
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS, init_default_scope
+from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS, VISUALIZERS, init_default_scope
 from torch.overrides import TorchFunctionMode
 
 import mmspectral
@@ -187,6 +187,7 @@ def everything_but_the_model_builds(cfg):
         settings = dict(scheduler, optimizer=optimizer)
         settings.pop("convert_to_iter_based", None)
         PARAM_SCHEDULERS.build(settings)
+    VISUALIZERS.build(dict(cfg.visualizer, name="configs"))  # as a Runner does before hooks that draw
     for hook in [*cfg.default_hooks.values(), *cfg.get("custom_hooks", [])]:
         HOOKS.build(hook)
     for part in ("train", "val", "test"):

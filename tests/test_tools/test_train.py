@@ -6,7 +6,6 @@ import os
 import pickle
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, prepare_cfg_for_device, set_resume
 from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
 from mmspectral.errors import UsageError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT, run_python
 
 
 def scalars(work_dir):
@@ -138,14 +136,14 @@ def test_mistakes_are_named_in_one_line(toy_config, monkeypatch, capsys, isolate
         ("misc/print_config.py", ["nowhere.py"]),
     ],
 )
-def test_a_mistyped_path_is_reported_before_heavy_imports(run_command, toy_config, tool, arguments):
+def test_a_mistyped_path_is_reported_before_heavy_imports(toy_config, tool, arguments):
     arguments = [tool, *(toy_config if argument == "CONFIG" else argument for argument in arguments)]
     code = (
         f"import runpy, sys; sys.argv = {arguments!r}\n"
         f"try: runpy.run_path({str(ROOT / 'tools' / tool)!r}, run_name='__main__')\n"
         "except SystemExit as stopped: print(stopped.code, {'torch', 'mmdet', 'mmpretrain'} & sys.modules.keys())\n"
     )
-    assert run_command(sys.executable, "-c", code).splitlines()[-1] == "2 set()"
+    assert run_python(code).stdout.splitlines()[-1] == "2 set()"
 
 
 def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path):
