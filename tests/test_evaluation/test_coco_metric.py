@@ -29,14 +29,18 @@ _ITEMS = (
 )
 
 
-def _build(**settings):
+def _build(classes=("a", "b"), ann_of_dataset=None, **settings):
     with DefaultScope.overwrite_default_scope("mmdet"):
-        return METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
+        evaluator = METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
+    evaluator.dataset_meta = {"classes": classes} | ({"ann_file": ann_of_dataset} if ann_of_dataset else {})
+    return evaluator
 
 
-@pytest.fixture
-def without_faster_coco_eval(monkeypatch):
-    """Register the metric as it is where faster_coco_eval is not installed."""
+@pytest.fixture(params=[True, False], ids=["faster_coco_eval", "pycocotools"])
+def backend(request, monkeypatch):
+    """Register the metric as it is with faster_coco_eval, and as it is where that is not installed."""
+    if request.param:
+        return
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     monkeypatch.delitem(OUR_METRICS.module_dict, "CocoMetric")
     spec = importlib.util.spec_from_file_location("coco_metric_without_faster", coco_metric.__file__)
@@ -92,14 +96,14 @@ def _published_detections(ann_file, results_file):
     return samples, tuple(category["name"] for category in truth["categories"])
 
 
-def _check_published_numbers(metric):
+@pytest.mark.parametrize("metric", ["bbox", "segm"])
+def test_published_numbers(metric, backend):
     if not _FIXTURE.is_dir():
         pytest.skip(f"COCO's evaluation fixture is not at {_FIXTURE}; set MMSPECTRAL_SHARED_DATA")
     ann_file = _FIXTURE / "instances_val2014_100.json"
     name = {"bbox": "fakebbox100", "segm": "fakesegm100"}[metric]
     samples, classes = _published_detections(ann_file, _FIXTURE / f"instances_val2014_{name}_results.json")
-    evaluator = _build(ann_file=str(ann_file), metric=metric)
-    evaluator.dataset_meta = {"classes": classes}
+    evaluator = _build(classes, ann_file=str(ann_file), metric=metric)
     for sample in samples:
         evaluator.process({}, [sample])
     scores = evaluator.evaluate(len(samples))
@@ -109,31 +113,14 @@ def _check_published_numbers(metric):
     assert list(scores.values()) == [round(value, 3) for value in published]
 
 
-@pytest.mark.parametrize("metric", ["bbox", "segm"])
-def test_published_numbers(metric):
-    _check_published_numbers(metric)
-
-
-@pytest.mark.parametrize("metric", ["bbox", "segm"])
-def test_published_numbers_without_faster_coco_eval(metric, without_faster_coco_eval):
-    _check_published_numbers(metric)
-
-
 @pytest.fixture
 def large_only(tmp_path):
     """Annotations of two large squares of class "a" in two images; nobody has class "b"."""
     ann_file = tmp_path / "large.json"
+    square = [10, 10, 130, 10, 130, 130, 10, 130]
     annotations = [
-        {
-            "id": image_id,
-            "image_id": image_id,
-            "category_id": 1,
-            "bbox": [10, 10, 120, 120],
-            "area": 120 * 120,
-            "iscrowd": 0,
-            "segmentation": [[10, 10, 130, 10, 130, 130, 10, 130]],
-        }
-        for image_id in (1, 2)
+        dict(id=i, image_id=i, category_id=1, bbox=[10, 10, 120, 120], area=120 * 120, iscrowd=0, segmentation=[square])
+        for i in (1, 2)
     ]
     images = [{"id": i, "file_name": f"{i}.png", "width": 200, "height": 200} for i in (1, 2)]
     categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
@@ -141,17 +128,13 @@ def large_only(tmp_path):
     return str(ann_file)
 
 
-def _masks(count):
-    masks = torch.zeros(count, 200, 200, dtype=torch.bool)
-    masks[:, 10:130, 10:130] = True
-    return masks
-
-
 def _evaluate(evaluator, count):
     """Score ``count`` right detections in each of the two images."""
+    masks = torch.zeros(count, 200, 200, dtype=torch.bool)
+    masks[:, 10:130, 10:130] = True
     for image_id in (1, 2):
         boxes = [[10.0, 10.0, 130.0, 130.0]] * count
-        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, _masks(count))
+        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, masks)
         evaluator.process({}, [sample])
     return evaluator.evaluate(2)
 
@@ -166,7 +149,6 @@ def _rows(text, metric):
 
 def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
     evaluator = _build(ann_file=large_only)
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     scores = _evaluate(evaluator, count=1)
     for metric in ("bbox", "segm"):
         assert _rows(log.getvalue(), metric) == {
@@ -178,9 +160,8 @@ def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
 
 
 @pytest.mark.parametrize("ground_truth", ["ann_file", "data_samples"])
-def test_no_detection_scores_zero(large_only, log, ground_truth):
+def test_no_detection_scores_zero(large_only, log, ground_truth, backend):
     evaluator = _build(ann_file=large_only if ground_truth == "ann_file" else None, metric="bbox")
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     truth = {"bboxes": torch.tensor([[10.0, 10.0, 130.0, 130.0]]), "labels": torch.tensor([0])}
     instance = {"bbox": [10.0, 10.0, 130.0, 130.0], "bbox_label": 0}
     for image_id in (1, 2):
@@ -192,13 +173,8 @@ def test_no_detection_scores_zero(large_only, log, ground_truth):
     assert _rows(log.getvalue(), "bbox")["AP"] == "0.000"
 
 
-def test_no_detection_scores_zero_without_faster_coco_eval(large_only, log, without_faster_coco_eval):
-    test_no_detection_scores_zero(large_only, log, "ann_file")
-
-
 def test_ground_truth_comes_from_the_dataset(large_only, log):
-    evaluator = _build()
-    evaluator.dataset_meta = {"classes": ("a", "b"), "ann_file": large_only}
+    evaluator = _build(ann_of_dataset=large_only)
     scores = _evaluate(evaluator, count=1)
     assert scores["coco/segm_mAP"] == 1
     assert "no ann_file" not in log.getvalue()
@@ -206,7 +182,6 @@ def test_ground_truth_comes_from_the_dataset(large_only, log):
 
 def test_rebuilt_ground_truth_is_warned_about(large_only, log):
     evaluator = _build(metric="bbox")
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     with pytest.raises(AssertionError, match="ground truth is required"):
         _evaluate(evaluator, count=1)
     assert "Set val_evaluator.ann_file" in log.getvalue()
@@ -215,7 +190,6 @@ def test_rebuilt_ground_truth_is_warned_about(large_only, log):
 def test_recall_counts_detections_as_named(large_only):
     """The first of two detections in an image is wrong, so that only more than one find the object."""
     evaluator = _build(ann_file=large_only, metric="bbox")
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     for image_id in (1, 2):
         boxes = [[140.0, 140.0, 190.0, 190.0], [10.0, 10.0, 130.0, 130.0]]
         evaluator.process({}, [_sample(image_id, (200, 200), boxes, [0.9, 0.8], [0, 0])])
@@ -226,7 +200,6 @@ def test_recall_counts_detections_as_named(large_only):
 def test_mmdets_own_options(large_only, tmp_path, log):
     prefix = tmp_path / "out" / "run"
     evaluator = _build(ann_file=large_only, classwise=True, outfile_prefix=str(prefix), metric_items=["AR@100", "mAP"])
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     scores = _evaluate(evaluator, count=1)
     assert scores.pop("coco/b_precision") != scores.pop("coco/a_precision") == 1
     assert scores == {f"coco/{metric}_{item}": 1 for metric in ("bbox", "segm") for item in ("AR@100", "mAP")}
@@ -236,7 +209,6 @@ def test_mmdets_own_options(large_only, tmp_path, log):
 def test_format_only_writes_and_does_not_score(large_only, tmp_path):
     prefix = tmp_path / "run"
     evaluator = _build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix))
-    evaluator.dataset_meta = {"classes": ("a", "b")}
     assert _evaluate(evaluator, count=3) == {}
     assert len(json.loads(Path(f"{prefix}.bbox.json").read_text())) == 6
 
