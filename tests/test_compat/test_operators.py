@@ -255,12 +255,12 @@ def test_gradients_are_added(problem, device):
 
 
 def test_maximum_is_refused():
-    features, unused, rest = torch.zeros(3, 2, 4, 4), torch.zeros(0), (1, 1, 1.0, 0, 0, True)
-    for operator, given in (("forward", (features, ROIS)), ("backward", (torch.ones(len(ROIS), 2, 1, 1), ROIS))):
-        result = torch.zeros(len(ROIS), 2, 1, 1) if operator == "forward" else features
-        given = (*given, result, unused, unused) if operator == "forward" else (*given, unused, unused, result)
-        with pytest.raises(RuntimeError, match="pool_mode='max'.*use 'avg'"):
-            getattr(torchvision_ops, f"roi_align_{operator}")(*given, *rest)
+    features, pooled, unused = torch.zeros(3, 2, 4, 4), torch.zeros(len(ROIS), 2, 1, 1), torch.zeros(0)
+    settings = (1, 1, 1.0, 0, 0, True)
+    with pytest.raises(RuntimeError, match="pool_mode='max'.*use 'avg'"):
+        torchvision_ops.roi_align_forward(features, ROIS, pooled, unused, unused, *settings)
+    with pytest.raises(RuntimeError, match="pool_mode='max'.*use 'avg'"):
+        torchvision_ops.roi_align_backward(pooled, ROIS, unused, unused, features, *settings)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -449,9 +449,8 @@ def test_batched_nms_of_mmcv(nms_type, class_agnostic):
     classes = torch.arange(48) % 3
     config = dict(type=nms_type, iou_threshold=0.4)
     dets, kept = mmcv.ops.batched_nms(boxes, scores, classes, config, class_agnostic)
-    groups = [torch.arange(48)] if class_agnostic else [torch.nonzero(classes == c).flatten() for c in range(3)]
     expected = []
-    for group in groups:
+    for group in [torch.arange(48)] if class_agnostic else [torch.nonzero(classes == c).flatten() for c in range(3)]:
         if nms_type == "nms":
             chosen = reference_nms(boxes[group], scores[group], 0.4, 0)
             expected += [(scores[group[i]].item(), group[i].item()) for i in chosen]
