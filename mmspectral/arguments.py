@@ -139,7 +139,7 @@ def run_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config, args.cfg_options)
     set_loading(args)
     if cfg.get("log_level") != "DEBUG":
-        _import_quietly(f"{host_package(cfg)}.datasets")
+        _import_quietly(f"{cfg.get('default_scope') or 'mmengine'}.datasets")  # the model may be of any package
     cfg.launcher = args.launcher
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
@@ -161,7 +161,8 @@ def host_package(cfg: Config) -> str:
         UsageError: It is neither.
     """
     model_type = cfg.model.type if isinstance(cfg.model.type, str) else cfg.model.type.__module__
-    host = model_type.partition(".")[0] if "." in model_type else cfg.get("default_scope")
+    scope = model_type.rpartition(".")[0].partition(".")[0]
+    host = cfg.get("default_scope") if scope in ("", "mmspectral") else scope
     if host not in ("mmdet", "mmpretrain"):
         raise UsageError(
             f"The model {model_type} belongs to neither mmdet nor mmpretrain; set default_scope to one of them."

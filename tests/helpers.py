@@ -113,3 +113,18 @@ def assert_rounded_once(actual, exact, slack: float = 1e-6) -> None:
 
     error = (actual.double().cpu() - exact).abs()
     assert (error <= torch.finfo(actual.dtype).eps / 2 * exact.abs() + slack).all()
+
+
+def check_ranks(work_dir: Path) -> dict:
+    """Assert what hook ``WriteRank`` of the toy saved on two ranks, and return what the first has."""
+    import torch
+
+    first, second = (torch.load(work_dir / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
+    for rank in (first, second):
+        assert rank["wrapper"] == "MMDistributedDataParallel"
+        assert rank["evaluations"] == 1
+        assert rank["with_gradient"] == sorted(rank["parameters"])
+    assert first["parameters"].keys() == second["parameters"].keys()
+    for name, value in first["parameters"].items():
+        assert torch.equal(value, second["parameters"][name]), name
+    return first

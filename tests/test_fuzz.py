@@ -18,9 +18,9 @@ from torch import nn
 
 import mmspectral
 from mmspectral import layers
-from mmspectral.checkpoints.load import LoadReport, load_backbone
+from mmspectral.checkpoints import LoadReport, load_backbone
 from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
-from mmspectral.layers.surgery import condition_linear
+from mmspectral.layers import condition_linear
 from mmspectral.models.backbones import SpectralDaViT, SpectralSwin, SpectralViT, SpectralXCiT
 from tests.helpers import Call
 

@@ -8,12 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from mmspectral.compat.__main__ import FILE_NAME, LINE
-from tests.helpers import DATA, QUICKSTART, ROOT, TINY, TOOLS, environment, output_of
+from tests.helpers import QUICKSTART, ROOT, TINY, TOOLS, TOY, check_ranks, environment, output_of
 
-PROBE = DATA / "rank_probe"
 MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 
 
@@ -76,21 +74,10 @@ def probed_config(tmp_path):
     path = tmp_path / "probed.py"
     path.write_text(
         f"_base_ = {str(QUICKSTART)!r}\n"
-        "custom_imports = dict(imports=['rank_probe'])\n"
-        "custom_hooks = [dict(type='mmengine.WriteRankState')]\n"
+        "custom_imports = dict(imports=['toy_classification'])\n"
+        "custom_hooks = [dict(type='mmengine.WriteRank')]\n"
     )
     return path
-
-
-def check_ranks(work_dir):
-    ranks = [torch.load(work_dir / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
-    for rank in ranks:
-        assert rank["wrapper"] == "MMDistributedDataParallel"
-        assert rank["without_gradient"] == []
-        assert rank["evaluations"] == 1
-    assert ranks[0]["parameters"].keys() == ranks[1]["parameters"].keys()
-    for name, value in ranks[0]["parameters"].items():
-        assert torch.equal(value, ranks[1]["parameters"][name]), name
 
 
 def launch(config, ranks, work_dir):
@@ -99,7 +86,7 @@ def launch(config, ranks, work_dir):
 
 def test_two_ranks_train_and_end_equal(probed_config, tmp_path):
     """Also, SyncBN in the config becomes BN."""
-    output = output_of(*launch(probed_config, 2, tmp_path), path=[ROOT, PROBE])
+    output = output_of(*launch(probed_config, 2, tmp_path), path=[ROOT, TOY])
     check_ranks(tmp_path)
     assert output.count("coco/bbox_mAP:") == 1
 
@@ -112,7 +99,7 @@ def test_two_machines_train_and_end_equal(probed_config, tmp_path):
     machines = [
         subprocess.Popen(
             list(map(str, launch(probed_config, 1, tmp_path))),
-            env=environment([PROBE], NNODES=2, PORT=port, NODE_RANK=node),
+            env=environment([TOY], NNODES=2, PORT=port, NODE_RANK=node),
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -10,7 +10,6 @@ Of a detector only the backbone can be exported.
 import argparse
 from pathlib import Path
 
-from mmspectral.apis.export import PARTS, SUFFIXES, export
 from mmspectral.arguments import (
     add_config_arguments,
     add_trust_argument,
@@ -26,9 +25,9 @@ def parse_args() -> argparse.Namespace:
     add_config_arguments(parser)
     add_trust_argument(parser)
     parser.add_argument("checkpoint", help="checkpoint file or URL")
-    parser.add_argument("--format", choices=SUFFIXES, required=True, help="onnx needs onnx, onnxruntime, onnxscript")
+    parser.add_argument("--format", choices=("onnx", "exported-program"), required=True, help="file format")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx or .pt2")
-    parser.add_argument("--part", choices=PARTS, default="model", help="the whole classifier, or a backbone")
+    parser.add_argument("--part", choices=("model", "backbone"), default="model", help="what to export")
     parser.add_argument(
         "--size", type=int, nargs=2, default=(224, 224), metavar=("H", "W"), help="image size of the check"
     )
@@ -40,9 +39,11 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    set_loading(args)
     require_checkpoint(args.checkpoint)
     cfg = read_config(args.config, args.cfg_options)
+    set_loading(args)
+    from mmspectral.apis import export  # the backbones, after what is wrong at first sight
+
     size = tuple(args.size)
     print(export(cfg, args.checkpoint, args.out, args.format, args.part, size, args.fixed_size, args.force))
 

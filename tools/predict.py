@@ -19,6 +19,7 @@ from mmspectral.arguments import (
     require_checkpoint,
     set_loading,
 )
+from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,12 +45,16 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    set_loading(args)
     require_checkpoint(args.checkpoint)
+    if args.ann_file and not Path(args.ann_file).is_file():
+        raise UsageError(f"There is no annotation file {args.ann_file} in {Path.cwd()}.")
+    images = find_images(args.images)
+    cfg = read_config(args.config, args.cfg_options)
+    set_loading(args)
     result = predict(
-        read_config(args.config, args.cfg_options),
+        cfg,
         args.checkpoint,
-        find_images(args.images),
+        images,
         args.out_dir,
         device=args.device,
         batch_size=args.batch_size,

@@ -29,15 +29,14 @@ def main() -> None:
     cfg = run_config(args)
 
     # Heavy imports come after what a mistyped path stops.
-    from mmspectral.engine.runner.launch import launch_run
-    from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
+    from mmspectral import engine
 
     cfg.load_from = args.checkpoint
     cfg.resume = False
-    writer = predictions_writer(cfg, args.out) if args.out else None
-    notes = use_test_time_augmentation(cfg) if args.tta else []
+    writer = engine.predictions_writer(cfg, args.out) if args.out else None
+    notes = engine.use_test_time_augmentation(cfg) if args.tta else []
     if args.show or args.show_dir:
-        show_predictions(cfg, args.show_dir, window=args.show, wait_time=args.wait_time)
+        engine.show_predictions(cfg, args.show_dir, window=args.show, wait_time=args.wait_time)
 
     def test(runner) -> None:
         for note in notes:
@@ -46,7 +45,7 @@ def main() -> None:
             runner.test_evaluator.metrics.append(writer)
         runner.test()
 
-    launch_run(cfg, test)
+    engine.launch_run(cfg, test)
 
 
 if __name__ == "__main__":

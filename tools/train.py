@@ -37,18 +37,18 @@ def main() -> None:
     # Heavy imports come after what a mistyped path stops.
     from mmengine.runner import Runner
 
-    from mmspectral.datasets.check import check_before_training
-    from mmspectral.engine.runner import launch
+    from mmspectral import engine
+    from mmspectral.datasets import check_before_training
 
     if args.amp:
-        launch.enable_amp(cfg)
+        engine.enable_amp(cfg)
     if args.auto_scale_lr:
-        launch.enable_lr_scaling(cfg)
+        engine.enable_lr_scaling(cfg)
     if args.resume is not None:
-        launch.set_resume(cfg, args.resume)
-    notes = launch.runtime_notes(cfg)
+        engine.set_resume(cfg, args.resume)
+    notes = engine.runtime_notes(cfg)
     check_before_training(cfg)
-    launch.launch_run(cfg, Runner.train, notes)
+    engine.launch_run(cfg, Runner.train, notes)
 
 
 if __name__ == "__main__":

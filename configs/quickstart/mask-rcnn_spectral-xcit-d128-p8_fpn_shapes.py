@@ -1,6 +1,6 @@
 """The quick start: a small spectral XCiT Mask R-CNN on the embedded shapes.
 
-Expected and measured figures: README.md, "Measured here".
+Expected and measured figures: README.md beside this file.
 Run: bash tools/quickstart.sh, or python tools/train.py with this file.
 """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features import softmax_attention
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from mmspectral.analysis.model_calibration import (
     gather_inputs,
     see,
 )
-from mmspectral.checkpoints.files import Weights, read_checkpoint, write_checkpoint
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import Weights, fit_to_model, read_checkpoint, write_checkpoint
 from mmspectral.errors import UsageError
 
 

@@ -17,7 +17,7 @@ from mmspectral import ops
 from mmspectral.analysis.jacobian import HeadJacobian, JacobianSettings, head_jacobian, xca_temperature
 from mmspectral.analysis.projections import AttentionProjection, attention_projections
 from mmspectral.analysis.run_logs import Curve, kappa_history, training_curves
-from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints import load_backbone
 from mmspectral.errors import UsageError
 from mmspectral.layers import Saturation, attention_layers, probe_tokens, saturation
 from mmspectral.version import __version__

@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 
 from mmspectral.analysis.approximation import approximation_error
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.baselines import softmax_attention
-from mmspectral.ops.random_features.features import Features, Proposal, draw_projection, fold_features, sharp_proposal
+from mmspectral.ops.random_features import (
+    Features,
+    Proposal,
+    draw_projection,
+    fold_features,
+    linear_attention,
+    sharp_proposal,
+    softmax_attention,
+)
 
 SCALES = (0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4)  # s
 STRENGTHS = (0.0, 0.3, 1.0, 3.0, 10.0)  # a
@@ -42,7 +48,7 @@ class Geometry:
     shift: Tensor | None = None
 
     def features(self, w: Tensor, scale: float | None = None) -> Features:
-        """Fold a draw w [m, r] of :func:`~mmspectral.ops.random_features.features.draw_projection`."""
+        """Fold a draw w [m, r] of :func:`~mmspectral.ops.random_features.draw_projection`."""
         return fold_features(w, self.M, self.M.shape[-1], scale, self.shift, self.proposal, orthogonal=True)
 
 

@@ -31,9 +31,7 @@ from mmspectral.analysis.dark_calibration import (
     query_key_moments,
 )
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.baselines import softmax_attention
-from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal
+from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention, theorem_3_2_proposal
 
 
 @dataclass(frozen=True)

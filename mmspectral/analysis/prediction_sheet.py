@@ -4,9 +4,14 @@ from collections.abc import Sequence
 
 import mmcv
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from mmdet.structures import DetDataSample
-from mmdet.visualization import DetLocalVisualizer
 from mmengine.structures import InstanceData
+
+ROWS = ("ground truth", "prediction")
+_OPACITY = 0.6
 
 
 def draw_prediction_sheet(
@@ -18,7 +23,7 @@ def draw_prediction_sheet(
     columns: int = 4,
     tile: int = 320,
 ) -> None:
-    """Draw pairs of rows, ground truth above predictions, and write the sheet.
+    """Draw pairs of rows, ground truth above predictions, with one colour per class, and write the sheet.
 
     Args:
         samples: Predictions with ``img_path`` and ``gt_instances``.
@@ -29,46 +34,37 @@ def draw_prediction_sheet(
         columns: Images per row.
         tile: Side of each image on the sheet, in pixels.
     """
-    visualizer = DetLocalVisualizer()
-    visualizer.dataset_meta = dict(classes=tuple(classes), palette=list(palette))
-    rows = []
-    for start in range(0, len(samples), columns):
-        chunk = samples[start : start + columns]
-        for prediction in (False, True):
-            tiles = [_draw(visualizer, sample, prediction, score_thr, tile) for sample in chunk]
-            tiles += [np.full_like(tiles[0], 255)] * (columns - len(tiles))
-            rows.append(np.concatenate([np.pad(t, ((3, 3), (3, 3), (0, 0)), constant_values=255) for t in tiles], 1))
-    mmcv.imwrite(mmcv.rgb2bgr(np.concatenate(rows)), str(path))
+    colours = np.array(palette) / 255
+    rows = -(-len(samples) // columns) * len(ROWS)
+    figure = Figure(figsize=(columns * tile / 100, rows * tile / 100 + 0.6), dpi=100, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set(xticks=[], yticks=[], frame_on=False)
+    for index, sample in enumerate(samples):
+        row, column = len(ROWS) * (index // columns), index % columns
+        image = mmcv.imread(sample.img_path, channel_order="rgb")
+        predicted = sample.pred_instances[sample.pred_instances.scores >= score_thr]
+        for axes, instances in zip(grid[row : row + len(ROWS), column], (sample.gt_instances, predicted), strict=True):
+            _draw(axes, image, instances.numpy(), colours)
+    for index, axes in enumerate(grid[:, 0]):
+        axes.set_ylabel(ROWS[index % len(ROWS)], fontsize="x-large")
+    patches = [Patch(color=colour, label=name) for name, colour in zip(classes, colours, strict=True)]
+    title = f"predictions with a score of at least {score_thr:g}, shown as a number"
+    figure.legend(handles=patches, loc="outside upper center", ncols=min(len(patches), 10), title=title)
+    figure.savefig(path)
 
 
-def _draw(visualizer: DetLocalVisualizer, sample: DetDataSample, prediction: bool, score_thr: float, tile: int):
-    """Draw one image, enlarged to ``tile`` so that labels are legible."""
-    image = mmcv.imread(sample.img_path, channel_order="rgb")
-    height, width = image.shape[:2]
-    factor = tile / max(height, width)
-    size = (round(width * factor), round(height * factor))
-    instances = sample.pred_instances if prediction else sample.gt_instances
-    if prediction:
-        instances = instances[instances.scores >= score_thr]
-    drawn = _enlarged(instances.numpy(), size, factor)
-    chosen = DetDataSample(pred_instances=drawn) if prediction else DetDataSample(gt_instances=drawn)
-    visualizer.add_datasample(
-        "sheet", mmcv.imresize(image, size), chosen, draw_gt=not prediction, draw_pred=prediction, pred_score_thr=0.0
-    )
-    picture = visualizer.get_image()
-    canvas = np.full((tile, tile, 3), 255, np.uint8)
-    canvas[: size[1], : size[0]] = picture
-    return canvas
-
-
-def _enlarged(instances: InstanceData, size: tuple[int, int], factor: float) -> InstanceData:
+def _draw(axes: Axes, image: np.ndarray, instances: InstanceData, colours: np.ndarray) -> None:
+    """Draw one image [H, W, 3] with the masks, the boxes and, where there are any, the scores of its instances."""
     masks = instances.masks if isinstance(instances.masks, np.ndarray) else instances.masks.to_ndarray()
-    resized = [mmcv.imresize(mask.astype(np.uint8), size, interpolation="nearest") for mask in masks]
-    result = InstanceData(
-        bboxes=np.asarray(getattr(instances.bboxes, "tensor", instances.bboxes)) * factor,
-        labels=instances.labels,
-        masks=np.stack(resized).astype(bool) if resized else np.zeros((0, size[1], size[0]), bool),
-    )
-    if "scores" in instances:
-        result.scores = instances.scores
-    return result
+    boxes = np.asarray(getattr(instances.bboxes, "tensor", instances.bboxes))
+    picture = image / 255
+    for label, mask in zip(instances.labels, masks.astype(bool), strict=True):
+        grey = picture[mask].mean(axis=1, keepdims=True)  # so that an object has no colour but that of its class
+        picture[mask] = (1 - _OPACITY) * grey + _OPACITY * colours[label]
+    axes.imshow(picture)
+    for index, (label, (x1, y1, x2, y2)) in enumerate(zip(instances.labels, boxes, strict=True)):
+        axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=colours[label], linewidth=2))
+        if "scores" in instances:
+            style = dict(facecolor=colours[label], edgecolor="none", pad=1)
+            axes.text(x1, y1, f"{instances.scores[index]:.2f}", color="white", fontsize="small", va="top", bbox=style)

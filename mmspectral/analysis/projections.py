@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
-from mmspectral.layers import conditioned_projections
-from mmspectral.layers.packed_attention import weight_layouts
-from mmspectral.layers.sites import find_sites
+from mmspectral.layers import conditioned_projections, find_sites, weight_layouts
 from mmspectral.ops import ProjectionLayout
 
 

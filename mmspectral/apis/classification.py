@@ -8,12 +8,11 @@ from mmengine.config import Config
 from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
-from mmspectral.checkpoints.files import read_checkpoint
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import fit_to_model, read_checkpoint
 from mmspectral.engine.runner.testing import innermost_dataset
 
 
-class ClassificationPredictor:
+class Classifier:
     """Predict with a classifier; each image becomes one record with its best class.
 
     Args:
@@ -21,6 +20,8 @@ class ClassificationPredictor:
         checkpoint: Path or URL.
         device: torch device.
     """
+
+    category_source = categories = None  # of COCO's format
 
     def __init__(self, cfg: Config, checkpoint: str, device: str):
         loaded = read_checkpoint(checkpoint)
@@ -40,14 +41,8 @@ class ClassificationPredictor:
     def records(self, sample, image: dict) -> list[dict]:
         """Return one record; the class has no name where neither the checkpoint nor the config has names."""
         index = int(sample.pred_score.argmax())
-        return [
-            dict(
-                file_name=image["file_name"],
-                class_index=index,
-                class_name=self.classes[index] if self.classes else None,
-                score=float(sample.pred_score[index]),
-            )
-        ]
+        name, score = self.classes[index] if self.classes else None, float(sample.pred_score[index])
+        return [dict(file_name=image["file_name"], class_index=index, class_name=name, score=score)]
 
     def draw(self, image: np.ndarray, sample, file: Path, score_thr: float) -> None:
         """Write a picture with the best class if it scores at least ``score_thr``; ``image`` is RGB."""

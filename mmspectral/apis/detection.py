@@ -9,9 +9,14 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.checkpoints.load import fit_to_model
-from mmspectral.datasets.coco_ids import category_ids, read_annotations
+from mmspectral.checkpoints import fit_to_model
+from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.engine.runner.testing import innermost_dataset
+from mmspectral.errors import UsageError
+
+# COCO numbered 91 categories and annotated 80 of them; these are the others.
+_NOT_ANNOTATED = {12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
+COCO_CATEGORY_IDS = [number for number in range(1, 91) if number not in _NOT_ANNOTATED]
 
 
 class _Inferencer(DetInferencer):
@@ -29,7 +34,7 @@ class _Inferencer(DetInferencer):
         super()._load_weights_to_model(model, {**checkpoint, "state_dict": weights.state_dict()}, cfg)
 
 
-class DetectionPredictor:
+class Detector:
     """Predict with a detector; each detection becomes one COCO record.
 
     Args:
@@ -45,17 +50,11 @@ class DetectionPredictor:
         # Pictures go where the caller says, not to the backends of a training run.
         cfg.visualizer["vis_backends"] = None
         self.inferencer = _Inferencer(cfg, checkpoint, device=device, show_progress=False)
-        self.classes = tuple(self.inferencer.model.dataset_meta["classes"])
+        classes = tuple(self.inferencer.model.dataset_meta["classes"])
         if annotations is None:
             annotations = _config_annotations(cfg)
-        self.category_ids, self.category_source = category_ids(
-            self.classes, annotations, CocoDataset.METAINFO["classes"]
-        )
-
-    @property
-    def categories(self) -> list[dict]:
-        """COCO's table of categories."""
-        return [dict(id=number, name=name) for number, name in zip(self.category_ids, self.classes, strict=True)]
+        self.category_ids, self.category_source = category_ids(classes, annotations)
+        self.categories = [dict(id=number, name=name) for number, name in zip(self.category_ids, classes, strict=True)]
 
     def __call__(self, images: Sequence[str]) -> list:
         """Return one mmdet data sample for each image, computed as one batch."""
@@ -89,3 +88,27 @@ def _config_annotations(cfg: Config) -> dict | None:
         return None
     path = Path(dataset.get("data_root") or "", dataset.ann_file)
     return read_annotations(path) if path.suffix == ".json" and path.is_file() else None
+
+
+def category_ids(classes: Sequence[str], annotations: dict | None = None) -> tuple[list[int], str]:
+    """Return the COCO id of each class, and a few words on where the ids are from.
+
+    Args:
+        classes: Names, in the order of the model's outputs. COCO's 80 have
+            COCO's own ids, others are counted from 1.
+        annotations: Contents of an annotation file, which knows the ids by name.
+
+    Raises:
+        UsageError: A class is not in ``annotations``.
+    """
+    if annotations is not None:
+        ids = {category["name"]: category["id"] for category in annotations["categories"]}
+        missing = [name for name in classes if name not in ids]
+        if missing:
+            raise UsageError(
+                f"The annotation file has no category named {', '.join(missing)}, which the model predicts."
+            )
+        return [ids[name] for name in classes], "from the annotation file"
+    if tuple(classes) == CocoDataset.METAINFO["classes"]:
+        return COCO_CATEGORY_IDS, "COCO's own"
+    return list(range(1, len(classes) + 1)), "counted from 1"

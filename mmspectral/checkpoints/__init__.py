@@ -4,15 +4,25 @@ from mmspectral.checkpoints.convert import TARGETS, convert, fold_file, publish,
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
 from mmspectral.checkpoints.load import LoadReport, fit_to_model, load_backbone
 from mmspectral.checkpoints.names import FAMILIES
-from mmspectral.checkpoints.reconcile import folded_state_dict, reconcile
+from mmspectral.checkpoints.reconcile import (
+    GRID_KEY,
+    find_grid,
+    fit_pos_embed,
+    folded_state_dict,
+    reconcile,
+    reconcile_while_loading,
+)
 
 __all__ = [
     "FAMILIES",
+    "GRID_KEY",
     "TARGETS",
     "LoadReport",
     "Weights",
     "convert",
+    "find_grid",
     "find_weights",
+    "fit_pos_embed",
     "fit_to_model",
     "fold_file",
     "folded_state_dict",
@@ -20,6 +30,7 @@ __all__ = [
     "publish",
     "read_checkpoint",
     "reconcile",
+    "reconcile_while_loading",
     "unfold_file",
     "write_checkpoint",
 ]

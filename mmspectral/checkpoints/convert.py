@@ -27,7 +27,7 @@ KEPT = ("meta",)  # beside the weights
 
 
 def _explained(function: Callable) -> Callable:
-    """Read in safe mode, whatever the environment says, and turn what a user can mend into a UsageError."""
+    """Read in safe mode, whatever the environment says, and turn what a user can correct into a UsageError."""
 
     @functools.wraps(function)
     def guarded(*args, **kwargs):
@@ -109,14 +109,6 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
 def fold_file(source: str, target: Path, force: bool = False) -> str:
     """Write W + C in the place of W, for code that knows no corrections.
 
-    Args:
-        source: Path or URL.
-        target: File to write.
-        force: Whether ``target`` is replaced.
-
-    Returns:
-        One sentence on what was done.
-
     Raises:
         UsageError: No weight of the file has a correction that can be folded;
             ``target`` is there and ``force`` is False.
@@ -133,15 +125,6 @@ def fold_file(source: str, target: Path, force: bool = False) -> str:
 @_explained
 def unfold_file(cfg: Config, source: str, target: Path, force: bool = False) -> str:
     """Write W = W' - C in the place of W', the inverse of :func:`fold_file`.
-
-    Args:
-        cfg: Config of the model with corrections, under whose names the file is.
-        source: Path or URL of a folded or stock file.
-        target: File to write.
-        force: Whether ``target`` is replaced.
-
-    Returns:
-        One sentence on what was done.
 
     Raises:
         UsageError: The model has no correction; a weight is missing, has a

@@ -15,7 +15,7 @@ from mmspectral.checkpoints.reconcile import model_sites, reconcile, unknown_mes
 PREFIXES = ("", "backbone.")
 # The backbones fit these to their own grid or window as they load them.
 RESIZED = ("relative_position_bias_table", "pos_embed")
-_DERIVED = ("relative_position_index", "num_batches_tracked")  # no weights: made anew, or a counter
+_DERIVED = ("relative_position_index", "num_batches_tracked")  # no weights: recomputed, or a counter
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 A *site* is a projection or an ``nn.MultiheadAttention`` by its name, with its
 conditioning and row layout. Those of a file are in the metadata of its state
 dict, those of a model in its modules. Every change of a weight from one to the
-other is made here: loading, folding, unfolding, publishing.
+other is made here: loading, folding, unfolding, publishing. So is the fit of a
+position embedding to another grid of patches and other extra tokens.
 """
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from mmengine.logging import print_log
+from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor, nn
 
 from mmspectral.checkpoints.files import Weights
@@ -27,7 +30,11 @@ from mmspectral.layers import (
 from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.precision import at_least_float32
 
+GRID_KEY = "pos_embed_grid"
+MOST_EXTRA_TOKENS = 2  # class token, distillation token
+
 Site = tuple[Conditioning, ProjectionLayout]
+Grid = tuple[int, int]
 
 
 def model_sites(model: nn.Module) -> dict[str, Site]:
@@ -186,6 +193,59 @@ def folded_state_dict(state_dict: Mapping[str, Tensor]) -> OrderedDict[str, Tens
     weights = Weights(dict(state_dict), metadata)
     fold_weights(weights, "the state dict")
     return weights.state_dict()
+
+
+def find_grid(length: int, stated: Grid | None, own: Grid, extra_tokens: int) -> Grid:
+    """Return the grid (h, w) of a position embedding of ``length`` = T + h * w rows, T of them for extra tokens.
+
+    A tensor does not say h and w: our files keep them in the metadata of the
+    state dict. Without a stated grid it is square or that of the model, ``own``,
+    and the number of extra tokens in the file decides between several that fit.
+
+    Raises:
+        ValueError: The stated grid does not fit, none fits, or two do.
+    """
+    if stated is not None:
+        if not 0 <= length - math.prod(stated) <= MOST_EXTRA_TOKENS:
+            raise ValueError(
+                f"pos_embed in the checkpoint has {length} rows, but a grid of {stated[0]} x {stated[1]} patches has "
+                f"{math.prod(stated)}, and at most {MOST_EXTRA_TOKENS} more for class and distillation token. "
+                "Correct `pretrained_grid` (rows and columns of patches that the checkpoint was trained with)."
+            )
+        return stated
+    found: dict[Grid, int] = {}
+    for extra in range(MOST_EXTRA_TOKENS + 1):
+        side = math.isqrt(max(length - extra, 0))
+        if side and side * side == length - extra:
+            found[side, side] = extra
+    if 0 <= length - math.prod(own) <= MOST_EXTRA_TOKENS:
+        found[own] = length - math.prod(own)
+    if len(found) > 1:
+        found = {grid: extra for grid, extra in found.items() if extra == extra_tokens} or found
+    if len(found) == 1:
+        return next(iter(found))
+    candidates = " and ".join(f"{h} x {w}" for h, w in found) or "neither a square grid nor this model's"
+    raise ValueError(
+        f"pos_embed in the checkpoint has {length} rows, {extra_tokens} of them for class and distillation token, and "
+        f"the file does not say its grid of patches: {candidates} would fit. State it to the backbone as "
+        "`pretrained_grid=(rows, columns)`, the image size of the checkpoint's training over the patch size."
+    )
+
+
+def fit_pos_embed(pos_embed: Tensor, grid: Grid, own: Tensor, own_grid: Grid, mode: str) -> Tensor:
+    """Return ``pos_embed`` [1, T + h * w, D] resampled to the grid of ``own`` [1, T' + h' * w', D].
+
+    Rows for tokens that the file lacks keep the values they have in ``own``;
+    an embedding that fits already is returned as it is.
+    """
+    extra = pos_embed.shape[1] - math.prod(grid)
+    wanted = own.shape[1] - math.prod(own_grid)
+    resized = resize_pos_embed(pos_embed, grid, own_grid, mode, extra)
+    if extra == wanted:
+        return resized
+    kept = min(extra, wanted)
+    fresh = own.detach()[:, kept:wanted].to(resized)
+    return torch.cat((resized[:, :kept], fresh, resized[:, extra:]), dim=1)
 
 
 def _parameters(name: str, layout: ProjectionLayout, weights: Weights) -> dict[str, ProjectionLayout]:

@@ -1,19 +1,19 @@
-"""Datasets and transforms of scope ``mmspectral``, and the check of a config's data in :mod:`.check`.
+"""Floor 4: the demo set of shapes, the image loader, and the check of a config's data before training.
 
-The dataset of shapes needs mmdet, which a classifier's run goes without, so that it is imported when it is first used.
+Names are imported when they are first used, as the demo set needs mmdet.
 """
 
-from typing import TYPE_CHECKING
+import importlib
 
-if TYPE_CHECKING:
-    from mmspectral.datasets.shapes import ShapesDataset, shapes_annotation_file
+_NAMES = {
+    "check": ("DatasetReport", "SplitReport", "check_before_training", "check_dataset"),
+    "shapes": ("ShapesDataset", "shapes_annotation_file"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
-__all__ = ["ShapesDataset", "shapes_annotation_file"]
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        from mmspectral.datasets import shapes
-
-        return getattr(shapes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

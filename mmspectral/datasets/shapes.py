@@ -93,14 +93,9 @@ def _draw(settings: _Settings, folder: Path) -> str:
     for index in range(settings.num_images):
         pixels, drawn = render(settings.seed, list(_DEFAULT_COUNTS).index(settings.split), index, settings.image_size)
         digest.update(pixels.tobytes())
-        image = {
-            "id": index + 1,
-            "file_name": f"{index + 1:012d}.png",
-            "width": settings.image_size,
-            "height": settings.image_size,
-        }
-        images.append(image)
-        path = folder / settings.images / image["file_name"]
+        name, size = f"{index + 1:012d}.png", settings.image_size
+        images.append({"id": index + 1, "file_name": name, "width": size, "height": size})
+        path = folder / settings.images / name
         if not cv2.imwrite(str(path), np.ascontiguousarray(pixels[..., ::-1])):
             raise OSError(f"OpenCV could not write {path}; check that the disk is not full.")
         for annotation in drawn:
@@ -181,9 +176,7 @@ def _provide(settings: _Settings, folder: Path) -> None:
             if damage is None:
                 return
             if folder.exists():
-                print_log(
-                    f"Drawing {folder} anew, as it is damaged: {damage}.", logger="current", level=logging.WARNING
-                )
+                print_log(f"Drawing {folder} again, as it is damaged: {damage}.", "current", logging.WARNING)
             else:
                 print_log(f"Drawing {settings.num_images} images into {folder}.", logger="current")
             _write(settings, folder)
@@ -230,7 +223,7 @@ class ShapesDataset(CocoDataset):
     The folder is written when annotations are first loaded (at construction,
     unless ``lazy_init``): under a lock, and renamed in one step, so that
     several processes may start at once. A damaged folder is logged and drawn
-    anew, so keep no changes of your own in it.
+    again, so keep no changes of your own in it.
 
     In test mode ``metainfo['ann_file']`` names the annotations, where
     :class:`mmspectral.evaluation.CocoMetric` finds them. It is left out

@@ -7,12 +7,11 @@ stream, so the first n images of a longer set are those of a shorter one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import cv2
 import numpy as np
-
-from mmspectral.datasets.shapes_palette import Palette
 
 CLASSES = ("circle", "square", "triangle", "star")
 
@@ -26,6 +25,30 @@ _TRIES = 40
 _MAX_HIDDEN = 0.3
 # Visible pieces below this number of pixels are slivers of rasterisation: left out of the annotation.
 _MIN_PIECE = 16
+# Two bright RGB colours for each class, in their order; the backgrounds stay darker and duller. Colour gives the class
+# away, so that a detector learns to tell classes within minutes; boxes and masks still have to be found.
+_COLOURS = (
+    ((235, 60, 60), (250, 150, 50)),
+    ((70, 205, 80), (70, 220, 225)),
+    ((80, 120, 245), (225, 90, 225)),
+    ((240, 220, 60), (240, 240, 240)),
+)
+_BRIGHTNESS = (100, 75)  # percent
+
+
+class _Palette:
+    """Colours of one image: neighbours of the same class differ until all variants are used."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._variants = []
+        for colours in _COLOURS:
+            variants = [np.array(colour) * percent // 100 for colour in colours for percent in _BRIGHTNESS]
+            order = np.argsort(rng.random(len(variants)), kind="stable")
+            self._variants.append(cycle([variants[i] for i in order]))
+
+    def of(self, label: int) -> np.ndarray:
+        """Return the next colour of a class."""
+        return next(self._variants[label])
 
 
 @dataclass
@@ -177,7 +200,7 @@ def _paint(rng: np.random.Generator, image: np.ndarray, mask: np.ndarray, colour
     image[mask] = np.asarray(colour, dtype=np.int32) + shift
 
 
-def _crowd(rng: np.random.Generator, image: np.ndarray, palette: Palette) -> _Instance:
+def _crowd(rng: np.random.Generator, image: np.ndarray, palette: _Palette) -> _Instance:
     """Paint a cluster of tiny shapes of one class and return it as one instance."""
     size = image.shape[0]
     scale = size / _REFERENCE_SIZE
@@ -195,7 +218,7 @@ def _crowd(rng: np.random.Generator, image: np.ndarray, palette: Palette) -> _In
 
 
 def _add_shape(
-    rng: np.random.Generator, image: np.ndarray, instances: list[_Instance], range_name: str, palette: Palette
+    rng: np.random.Generator, image: np.ndarray, instances: list[_Instance], range_name: str, palette: _Palette
 ) -> None:
     """Paint one more shape in front, if a place for it is found, and update what it hides."""
     size = image.shape[0]
@@ -276,7 +299,7 @@ def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarr
     image = _background(rng, size)
     instances: list[_Instance] = []
     if index % 25 != 24:
-        palette = Palette(rng)
+        palette = _Palette(rng)
         if index % 10 == 7:
             instances.append(_crowd(rng, image, palette))
         elif index % 2 == 0:

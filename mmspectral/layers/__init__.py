@@ -11,7 +11,7 @@ from mmspectral.layers.corrections import (
 )
 from mmspectral.layers.dark import DarkAttention
 from mmspectral.layers.kernels import RandomFeatureKernel, build_kernel, feature_kernels, share_geometry
-from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.layers.packed_attention import ConditionedMultiheadAttention, weight_layouts
 from mmspectral.layers.projection import (
     METADATA_KEY,
     Conditioning,
@@ -78,4 +78,5 @@ __all__ = [
     "unfold",
     "unfolded_weight",
     "warn_of_low_precision",
+    "weight_layouts",
 ]

@@ -90,18 +90,11 @@ class QKNorm(Conditioning):
 
 
 class QKNormLinear(Projection, nn.Linear):
-    """Projection followed by the norms ``q_norm`` and ``k_norm`` of what it projects to.
-
-    Args:
-        linear: The projection to replace.
-        conditioning: Settings.
-        layout: What the rows of the weight are.
-    """
+    """Projection followed by the norms ``q_norm`` and ``k_norm`` of what it projects to."""
 
     shows_weight = False
 
     def make_state(self) -> None:
-        """Make ``q_norm`` and ``k_norm``, with gains of one."""
         weight = self.own("weight")
         form = dict(device=weight.device, dtype=weight.dtype)
         d = self.layout.rows_per_head(self.out_features)
@@ -110,7 +103,6 @@ class QKNormLinear(Projection, nn.Linear):
             self.add_module(f"{self.layout.roles[p]}_norm", norm.requires_grad_(weight.requires_grad))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [..., E] to [..., P * D]."""
         y = F.linear(x, self.own("weight"), self.bias)
         parts = list(self.layout.heads(y, dim=-1).unbind(-3))  # each [..., h, d]
         for p in self.targeted:
@@ -118,11 +110,6 @@ class QKNormLinear(Projection, nn.Linear):
         return self.layout.join_heads(torch.stack(parts, -3), dim=-3)
 
     def folded(self) -> nn.Linear:
-        """Refuse: the norms depend on the token.
-
-        Raises:
-            ValueError: Always.
-        """
         raise ValueError(
             "QKNorm cannot be folded: it divides q and k by a length that differs from token to token, "
             "which no weight can do. Keep the projection as it is, with its q_norm and k_norm."
@@ -158,12 +145,7 @@ class SigmaDivision(Conditioning):
 
 @register_conditioning
 class SpectralNorm(SigmaDivision):
-    """W / sigma(W) on each projection (arXiv 1802.05957, equation 8).
-
-    Args:
-        power_iterations: See :class:`SigmaDivision`.
-        targets: See :class:`SigmaDivision`.
-    """
+    """W / sigma(W) on each projection (arXiv 1802.05957, equation 8)."""
 
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
         return SpectralNormLinear(linear, self, layout)
@@ -177,8 +159,6 @@ class SigmaReparam(SigmaDivision):
         gamma: Start of gamma, 1 in the paper. None starts it at sigma(W), which
             keeps the function of the weights at the start, or of those loaded from a
             checkpoint without gamma.
-        power_iterations: See :class:`SigmaDivision`.
-        targets: See :class:`SigmaDivision`.
 
     Raises:
         ValueError: ``gamma`` is neither None nor positive and finite.
@@ -220,17 +200,11 @@ class SpectralNormLinear(Projection, nn.Linear):
     pass takes no step, so it computes what the forward before that pass did.
     An averaged copy (EMA, SWA) gets the vectors of the trained model, with which
     sigma comes out too small: call :meth:`refresh` on its projections.
-
-    Args:
-        linear: The projection to replace.
-        conditioning: Settings.
-        layout: What the rows of the weight are.
     """
 
     shows_weight = False  # no power iteration would follow the weight
 
     def make_state(self) -> None:
-        """Make ``left`` and ``right`` for the present weight."""
         weight = self.own("weight")
         form = dict(device=weight.device, dtype=at_least_float32(weight).dtype)
         self.register_buffer("left", torch.zeros(len(self.targeted), len(weight) // len(self.layout.roles), **form))
@@ -255,7 +229,6 @@ class SpectralNormLinear(Projection, nn.Linear):
             return (left * torch.einsum("pde,pe->pd", matrices, right)).sum(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [..., E] to [..., P * D]."""
         if self.training and not in_backward_pass():
             self._step(self.conditioning.power_iterations)
         return super().forward(x)
@@ -299,16 +272,9 @@ class SpectralNormLinear(Projection, nn.Linear):
 
 
 class SigmaReparamLinear(SpectralNormLinear, nn.Linear):
-    """Spectral norm times a learned parameter ``gamma``, [P'], one number for each targeted projection.
-
-    Args:
-        linear: The projection to replace.
-        conditioning: Settings.
-        layout: What the rows of the weight are.
-    """
+    """Spectral norm times a learned parameter ``gamma``, [P'], one number for each targeted projection."""
 
     def make_state(self) -> None:
-        """Make ``left``, ``right`` and ``gamma`` for the present weight."""
         super().make_state()
         self.gamma = nn.Parameter(torch.empty_like(self.left[:, 0]), requires_grad=self.own("weight").requires_grad)
         self._start_gamma()
@@ -371,18 +337,11 @@ class OrthogonalInit(Conditioning):
 
 
 class OrthogonalLinear(Projection, nn.Linear):
-    """``nn.Linear`` whose targeted projections are drawn orthogonal whenever its weight is initialised.
-
-    Args:
-        linear: The projection to replace; its weight is initialised at once.
-        conditioning: Settings.
-        layout: What the rows of the weight are.
-    """
+    """``nn.Linear`` whose targeted projections are drawn orthogonal whenever its weight is initialised."""
 
     changes_function = False
 
     def make_state(self) -> None:
-        """Initialise the weight that was taken over."""
         self.init_weights()
 
     @torch.no_grad()

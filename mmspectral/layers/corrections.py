@@ -94,9 +94,6 @@ class IdentityCorrection(Correction):
     Args:
         scale: lambda, or one for each projection, ``dict(q=1.0, v=10.0)``;
             a projection that the dict leaves out has 0.
-        scope: See :class:`Correction`.
-        targets: See :class:`Correction`.
-        preserve_function: See :class:`Correction`.
         preserve_norm: None, or the standard deviation of the weights at the
             start (0.02 for the truncated normal of ViT, Swin and XCiT). Then
             s^2 = E|W|_F^2 / (E|W|_F^2 + |C|_F^2) for each projection by itself.
@@ -133,22 +130,18 @@ class IdentityCorrection(Correction):
         self.preserve_norm = None if preserve_norm is None else float(preserve_norm)
 
     def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
-        """Return W + C, or s (W + C) with ``preserve_norm``, [P * D, E]."""
         scales, factors = self._scales_and_factors(weight, layout)
         return ops.add_identity(weight, scales, layout, self.scope, factors, dtype)
 
     def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
-        """Return C [P * D, E], without the factor s of ``preserve_norm``."""
         return ops.add_identity(torch.zeros_like(weight), self._scales(layout), layout, self.scope)
 
     def uncorrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
-        """Return the W of which ``weight`` is W + C, or s (W + C) with ``preserve_norm``, [P * D, E]."""
         _, factors = self._scales_and_factors(weight, layout)
         inverse = None if factors is None else [1 / factor for factor in factors]
         return ops.add_identity(weight, [-scale for scale in self._scales(layout)], layout, self.scope, inverse)
 
     def traced(self, proxy: fx.Proxy, weight: Tensor, layout: ProjectionLayout) -> fx.Proxy:
-        """Return W + C, or s (W + C) with ``preserve_norm``, under ``torch.fx`` tracing."""
         _, factors = self._scales_and_factors(weight, layout)
         C = self.corrected(torch.zeros_like(weight), layout).detach()
         if factors is None:
@@ -196,9 +189,6 @@ class DerivedCorrection(Correction):
 
     Args:
         interval: Updates of the optimizer from one C to the next.
-        scope: See :class:`Correction`.
-        targets: See :class:`Correction`.
-        preserve_function: Must be False.
 
     Raises:
         ValueError: ``interval`` is not a positive integer, or
@@ -232,7 +222,6 @@ class DerivedCorrection(Correction):
         """Return the C of each matrix [..., rows, columns], in float32 or better, without gradient."""
 
     def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
-        """Return C [P * D, E] of ``weight``, in float32 or better."""
         with torch.no_grad():
             matrices = layout.split(weight, self.scope)  # [P, D, E] or [P, h, d, E]
             targeted = [p for p, role in enumerate(layout.roles) if role in self.targets]
@@ -254,12 +243,6 @@ class SVDCorrection(DerivedCorrection):
 
     kappa(W + C) = 2 s_1 / (s_1 + s_min) <= 2 for every W but 0, whose C is 0. In
     the paper an SVD in every step made training 1.41 times as long.
-
-    Args:
-        interval: See :class:`DerivedCorrection`.
-        scope: See :class:`Correction`.
-        targets: See :class:`Correction`.
-        preserve_function: Must be False.
     """
 
     def blocks(self, matrices: Tensor) -> Tensor:
@@ -284,10 +267,6 @@ class PolarCorrection(DerivedCorrection):
 
     Args:
         kappa: Largest condition number of W for which that holds.
-        interval: See :class:`DerivedCorrection`.
-        scope: See :class:`Correction`.
-        targets: See :class:`Correction`.
-        preserve_function: Must be False.
 
     Raises:
         ValueError: ``kappa`` is not a number in (1, 1e6]: float32 has no more.
@@ -332,11 +311,6 @@ class ConditionedLinear(Projection, nn.Linear):
     (:class:`DerivedCorrection` with an interval). A state dict without it loads,
     and C is computed from the loaded W.
 
-    Args:
-        linear: The projection to replace; its parameters are shared.
-        conditioning: How C is made.
-        layout: What the rows of the weight are.
-
     Raises:
         ValueError: The rows do not fit the layout, or the layout not the scope.
     """
@@ -344,7 +318,6 @@ class ConditionedLinear(Projection, nn.Linear):
     has_refresher = False
 
     def make_state(self) -> None:
-        """Make the buffer ``correction`` where C is stored."""
         weight = self.own("weight")
         self.conditioning.corrected(weight.to("meta"), self.layout)
         if self.conditioning.stored:
@@ -374,7 +347,6 @@ class ConditionedLinear(Projection, nn.Linear):
             self.correction = C.to(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [..., E] to [..., P * D]."""
         if self.conditioning.stored and self.training and not self.has_refresher and torch.is_grad_enabled():
             self.has_refresher = True  # say it once
             warnings.warn(

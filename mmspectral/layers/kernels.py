@@ -63,10 +63,10 @@ class RandomFeatureKernel(nn.Module):
             the ``"model"``, see :func:`share_geometry`.
         rank: r; default d.
         proposal: None, or how calibration chooses what is drawn from: ``"sharp"``
-            or ``"theorem_3_2"``, see :mod:`mmspectral.ops.random_features.features`.
+            or ``"theorem_3_2"``, see :func:`mmspectral.ops.random_features.sharp_proposal`.
         shift: None, or whether the shift of the keys is ``"fixed"`` or ``"learned"``.
         orthogonal: Whether w has orthogonal blocks.
-        train_features: Whether w is a parameter, trained and never drawn again.
+        train_features: Whether w is a parameter, trained and never redrawn.
         scale: Factor of the logits; default d^(-1/2).
         seed: Of the draws.
         layer: Index of the layer, so that no two have the same draws.
@@ -188,7 +188,7 @@ class RandomFeatureKernel(nn.Module):
         """Return the attention [B, h, N, e] of q [B, h, N, d] to k [B, H, L, d] and v [B, H, L, e].
 
         ``mask`` [B, L] is True for keys that may be seen; see
-        :func:`mmspectral.ops.random_features.attention.linear_attention`.
+        :func:`mmspectral.ops.random_features.linear_attention`.
         """
         return linear_attention(q, k, v, self.features(), mask, causal)
 
@@ -244,11 +244,7 @@ def feature_kernels(model: nn.Module) -> dict[str, RandomFeatureKernel]:
 
 
 class SoftmaxKernel(nn.Module):
-    """Exact attention.
-
-    Args:
-        scale: Factor of the logits; default d^(-1/2).
-    """
+    """Exact attention."""
 
     def __init__(self, num_heads: int, head_dim: int, *, scale: float | None = None, layer: int = 0) -> None:
         super().__init__()
@@ -279,16 +275,7 @@ class UniformKernel(nn.Module):
 
 
 class ConstantKernel(RandomFeatureKernel):
-    """Linear attention between fixed random codes of the positions, N(0, I), whatever the content.
-
-    Args:
-        num_heads: h.
-        head_dim: d.
-        num_features: m; default floor(d ln d).
-        scale: Not used: the codes have a size of their own.
-        seed: Of draws and codes.
-        layer: Index of the layer.
-    """
+    """Linear attention between fixed random codes of the positions, N(0, I), whatever the content."""
 
     def __init__(
         self,

@@ -26,10 +26,6 @@ class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
     torch's fused inference kernels are not used: ``nn.TransformerEncoderLayer``
     hands ``in_proj_weight`` to them and would leave C out. Fold the model to have
     them back.
-
-    Args:
-        stock: The layer whose parameters it shares.
-        conditioning: How C is made.
     """
 
     in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight = map(shown, WEIGHTS)

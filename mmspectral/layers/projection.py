@@ -246,11 +246,6 @@ class Projection(ShowsEffective, nn.Linear):
     ``layer='Linear'`` look at the name of the class and of its direct bases, and
     would silently pass over a grandchild.
 
-    Args:
-        linear: The projection to replace.
-        conditioning: The settings that replace it.
-        layout: What the rows of the weight are.
-
     Raises:
         ValueError: The rows do not fit the layout.
     """

@@ -39,11 +39,7 @@ class Saturation:
 def probe_tokens(num_tokens: int, dim: int, correlation: float, seed: int = 0) -> Tensor:
     """Return layer-normalised Gaussian tokens [1, N, D], float32 on the CPU, that share part of their content.
 
-    Args:
-        num_tokens: N.
-        dim: D.
-        correlation: Correlation of two tokens, in [0, 1).
-        seed: Of a generator of its own; the global one is not touched.
+    ``correlation`` is that of two tokens, in [0, 1).
 
     Raises:
         ValueError: Correlation outside [0, 1).

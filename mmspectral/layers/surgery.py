@@ -38,14 +38,6 @@ def condition_linear(
 
     Does nothing when ``conditioning`` is None or targets none of ``roles``. For
     layers that call their projections; :func:`condition` serves any other.
-
-    Args:
-        parent: Module that holds the projection.
-        name: Attribute name of an ``nn.Linear``.
-        conditioning: What is done to it.
-        roles: Which of q, k, v the weight holds, in row order.
-        num_heads: Number of heads.
-        row_order: See :class:`mmspectral.ops.ProjectionLayout`.
     """
     if conditioning is None or not set(roles) & set(conditioning.targets):
         return
@@ -115,12 +107,6 @@ def sites(
     layout: Mapping | None = None,
 ) -> SiteTable:
     """Return the attention projections of a model: those that :func:`condition` finds, and those it conditioned.
-
-    Args:
-        model: Any module.
-        include: As for :func:`condition`.
-        exclude: As for :func:`condition`.
-        layout: As for :func:`condition`.
 
     Returns:
         A list of :class:`mmspectral.layers.sites.Site` that prints as a table.
@@ -402,13 +388,6 @@ def unfolded_weight(
     name: str, weight: Tensor, conditioning: Correction, layout: ProjectionLayout, C: Tensor | None = None
 ) -> Tensor:
     """Return the W of which ``weight`` is W + C.
-
-    Args:
-        name: For messages.
-        weight: W + C [P * D, E].
-        conditioning: How C was made.
-        layout: Rows of the weight.
-        C: The C in use, where it is known.
 
     Raises:
         ValueError: ``weight`` is W + C of no W.

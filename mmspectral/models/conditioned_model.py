@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from mmspectral.checkpoints.reconcile import reconcile_while_loading
+from mmspectral.checkpoints import reconcile_while_loading
 from mmspectral.layers import build_conditioning, condition, corrected_parameters
 from mmspectral.registry import MODELS
 

@@ -13,7 +13,7 @@ from mmengine.model.weight_init import PretrainedInit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints import load_backbone
 from mmspectral.layers import attention_layers, probe_tokens, replaced_projections, saturation
 from mmspectral.models.attention.adopt import adopt
 

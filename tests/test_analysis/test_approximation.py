@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from mmspectral.analysis.approximation import approximation_error, kernel_attention
-from mmspectral.ops.random_features.attention import kernel_logits, linear_attention
-from mmspectral.ops.random_features.baselines import softmax_attention, uniform_attention
-from mmspectral.ops.random_features.features import draw_projection, fold_features
+from mmspectral.ops.random_features import (
+    draw_projection,
+    fold_features,
+    kernel_logits,
+    linear_attention,
+    softmax_attention,
+    uniform_attention,
+)
 
 
 def normal(*shape, seed=0):

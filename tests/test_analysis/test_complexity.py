@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspectral.analysis.complexity import Complexity, count_complexity, count_config
 from mmspectral.analysis.stock_twins import DenseBackbone
-from mmspectral.ops.random_features.attention import attend, linear_attention, summarise_keys
+from mmspectral.ops.random_features import attend, draw_projection, fold_features, linear_attention, summarise_keys
 from mmspectral.ops.random_features.causal import forward as causal_forward
 from mmspectral.ops.random_features.chunked import KeyMap
-from mmspectral.ops.random_features.features import draw_projection, fold_features
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLAIN = dict(embed_dims=32, num_layers=4, num_heads=4, feedforward_channels=64)

@@ -10,9 +10,7 @@ import torch
 from mmspectral.analysis import dark_calibration
 from mmspectral.analysis.approximation import approximation_error
 from mmspectral.analysis.dark_calibration import Fit, Geometry, calibrate_geometry, effective_rank, query_key_moments
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.baselines import softmax_attention
-from mmspectral.ops.random_features.features import draw_projection
+from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention
 
 SHARED_DATA = Path(os.environ.get("MMSPECTRAL_SHARED_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 MINILM = SHARED_DATA / "minilm_qk" / "qkv_fp16.npz"

@@ -12,7 +12,7 @@ from mmspectral.analysis import calibrate_model, calibration_batches, calibratio
 from mmspectral.analysis.dark_calibration import Fit
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.models import DarkViT
-from mmspectral.ops.random_features.baselines import softmax_attention
+from mmspectral.ops.random_features import softmax_attention
 
 BOTH = dict(proposal="sharp", shift="fixed")
 FIT = Fit(steps=3)

@@ -8,8 +8,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 from torch import nn
 
-from mmspectral.checkpoints.files import write_checkpoint
-from mmspectral.checkpoints.load import fit_to_model, load_backbone
+from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
 from mmspectral.layers import fold
@@ -112,60 +111,42 @@ def test_missing_and_hostile_files(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_stock_weights_under_a_correction_are_refused(source, tmp_path, x):
-    """lambda = 10 on weights trained without it would compute something else."""
-    torch.save(source.state_dict(), tmp_path / "stock.pth")
-    with pytest.raises(ValueError, match="trained without a correction.*preserve_function=True"):
-        build(CONDITIONING, init_cfg=pretrained(tmp_path / "stock.pth")).init_weights()
-    kept = build(dict(CONDITIONING, preserve_function=True), init_cfg=pretrained(tmp_path / "stock.pth"))
-    kept.init_weights()
-    qkv = kept.xca_layers[0].attn.qkv
-    assert not torch.equal(qkv.weight, source.xca_layers[0].attn.qkv.weight)
-    for a, b in zip(kept.eval()(x), source.eval()(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+THREE, KEPT = dict(CONDITIONING, scale=3.0), dict(CONDITIONING, preserve_function=True)
 
 
-@pytest.mark.parametrize("preserve", [False, True])
-def test_own_checkpoint_loads_unchanged(preserve, tmp_path, x):
-    trained = build(CONDITIONING)
-    trained.init_weights()
-    torch.save({"state_dict": trained.state_dict()}, tmp_path / "ours.pth")
-    again = build(dict(CONDITIONING, preserve_function=preserve), init_cfg=pretrained(tmp_path / "ours.pth"))
-    again.init_weights()
-    assert all(torch.equal(a, b) for a, b in zip(trained.eval()(x), again.eval()(x), strict=True))
-
-
-def test_other_correction_is_refused_or_converted(tmp_path, x):
-    trained = build(dict(CONDITIONING, scale=3.0)).eval()
-    torch.save(trained.state_dict(), tmp_path / "three.pth")
-    with pytest.raises(ValueError, match=r"trained with IdentityCorrection\(.*scale=3.0\).*built with .*scale=10.0"):
-        build(CONDITIONING, init_cfg=pretrained(tmp_path / "three.pth")).init_weights()
-    with pytest.raises(ValueError, match="built without one.*fold"):
-        build(None, init_cfg=pretrained(tmp_path / "three.pth")).init_weights()
-    kept = build(dict(CONDITIONING, preserve_function=True), init_cfg=pretrained(tmp_path / "three.pth"))
-    kept.init_weights()
-    for a, b in zip(trained(x), kept.eval()(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_folded_checkpoint_is_a_stock_one(tmp_path, x):
-    trained = build(CONDITIONING).eval()
-    before = trained(x)
-    fold(trained)
-    torch.save(trained.state_dict(), tmp_path / "folded.pth")
-    stock = build(None, init_cfg=pretrained(tmp_path / "folded.pth"))
-    stock.init_weights()
-    torch.testing.assert_close(stock.eval()(x)[0], before[0], rtol=1e-4, atol=1e-4)
-
-
-def test_file_that_lost_its_metadata(tmp_path, x):
-    trained = build(CONDITIONING).eval()
-    torch.save(dict(trained.state_dict()), tmp_path / "bare.pth")
-    with pytest.raises(ValueError, match="trained_with_conditioning=True"):
-        build(CONDITIONING, init_cfg=pretrained(tmp_path / "bare.pth")).init_weights()
-    again = build(CONDITIONING, init_cfg=pretrained(tmp_path / "bare.pth", trained_with_conditioning=True))
-    again.init_weights()
-    assert torch.equal(trained(x)[0], again.eval()(x)[0])
+@pytest.mark.parametrize(
+    ("trained", "form", "own", "options", "refused"),
+    [
+        # lambda = 10 on weights trained without it would compute something else.
+        (None, "saved", CONDITIONING, {}, "trained without a correction.*preserve_function=True"),
+        (None, "saved", KEPT, {}, None),
+        (CONDITIONING, "saved", CONDITIONING, {}, None),
+        (CONDITIONING, "saved", KEPT, {}, None),
+        (THREE, "saved", CONDITIONING, {}, r"trained with IdentityCorrection\(.*scale=3.0\).*built with .*scale=10.0"),
+        (THREE, "saved", None, {}, "built without one.*fold"),
+        (THREE, "saved", KEPT, {}, None),
+        (CONDITIONING, "folded", None, {}, None),
+        (CONDITIONING, "without metadata", CONDITIONING, {}, "trained_with_conditioning=True"),
+        (CONDITIONING, "without metadata", CONDITIONING, dict(trained_with_conditioning=True), None),
+    ],
+)
+def test_a_correction_of_the_file_and_one_of_the_model(trained, form, own, options, refused, tmp_path, x):
+    source = build(trained).eval()
+    source.init_weights()
+    expected = source(x)
+    state = (fold(source) if form == "folded" else source).state_dict()
+    torch.save(dict(state) if form == "without metadata" else state, tmp_path / "file.pth")
+    model = build(own, init_cfg=pretrained(tmp_path / "file.pth", **options))
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            model.init_weights()
+        return
+    model.init_weights()
+    exact = own == trained
+    weights = [m.xca_layers[0].attn.qkv.weight for m in (model, source)]
+    assert torch.equal(*weights) == (trained not in (None, THREE))
+    for a, b in zip(model.eval()(x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
 
 
 def test_corrections_of_blocks_that_are_not_built_do_not_matter(tmp_path):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints import load_backbone
 from mmspectral.checkpoints.names import FAMILIES, detect, from_mmpretrain, naming_of, to_mmpretrain
 from mmspectral.checkpoints.names.naming import Template, rename
 from mmspectral.checkpoints.names.swin import position_index

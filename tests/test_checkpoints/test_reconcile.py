@@ -12,15 +12,7 @@ from mmspectral.checkpoints import folded_state_dict
 from mmspectral.checkpoints.files import Weights
 from mmspectral.checkpoints.reconcile import fold_weights, model_sites, reconcile, unfold_weights
 from mmspectral.layers import METADATA_KEY, build_conditioning
-
-CONDITIONINGS = [
-    dict(type="IdentityCorrection", scale=7.0),
-    dict(type="IdentityCorrection", scale=7.0, scope="head"),
-    dict(type="IdentityCorrection", scale=dict(q=7.0, v=2.0), preserve_norm=0.2),
-    dict(type="SVDCorrection"),
-    dict(type="SVDCorrection", interval=5, targets=["q", "v"]),
-    dict(type="PolarCorrection", scope="head"),
-]
+from tests.test_layers.test_surgery import CONDITIONINGS
 
 
 class Layer(nn.Module):
@@ -63,9 +55,10 @@ def test_a_saved_state_dict_folds_and_unfolds_without_a_model(settings):
     torch.save(copy.deepcopy(model).state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
-    note = dict(state._metadata["qkv"][METADATA_KEY])
-    assert note.pop("layout") == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
-    assert build_conditioning(note) == build_conditioning(settings)
+    for name in ("qkv", *(["packed"] if model.packed is not None else [])):
+        note = dict(state._metadata[name][METADATA_KEY])
+        assert note.pop("layout") == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
+        assert build_conditioning(note) == build_conditioning(settings)
     folded = folded_state_dict(state)
     assert list(folded) == list(stock.state_dict())
     assert not any(METADATA_KEY in entry for entry in folded._metadata.values())

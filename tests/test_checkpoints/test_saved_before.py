@@ -1,13 +1,12 @@
 """Checkpoints that were saved before the redesign load strictly and give the outputs that they were saved with."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from mmspectral.registry import MODELS
+from tests.helpers import DATA
 
-FILES = sorted((Path(__file__).resolve().parents[1] / "data" / "checkpoints").glob("*.pth"))
+FILES = sorted((DATA / "checkpoints").glob("*.pth"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -1,15 +1,10 @@
 """Classification sets, and the sets of which only the classes are compared."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from mmengine.config import Config
 
-from mmspectral.datasets.check import check_dataset
-
-ROOT = Path(__file__).resolve().parents[2]
+from mmspectral.datasets import check_dataset
+from tests.helpers import run_python
 
 
 def config(num_classes=2, **splits):
@@ -100,11 +95,9 @@ def test_other_datasets_are_said_to_be_unchecked():
 
 
 def test_classification_needs_no_mmdet(folders):
-    (folders / "config.py").write_text(f"check = {config(train=custom(folders)).to_dict()!r}")
-    code = (
-        "import sys; from mmengine.config import Config; from mmspectral.datasets.check import check_dataset\n"
-        "print(check_dataset(Config(Config.fromfile(sys.argv[1]).check)).all_errors, 'mmdet' in sys.modules)"
+    cfg = config(train=custom(folders)).to_dict()
+    result = run_python(
+        "import sys; from mmengine.config import Config; from mmspectral.datasets import check_dataset\n"
+        f"print(check_dataset(Config({cfg!r})).all_errors, 'mmdet' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(folders / "config.py")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert result.stdout.endswith("[] False\n"), result.stderr

@@ -9,11 +9,11 @@ import pytest
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 
-from mmspectral.datasets.check import check_before_training, check_dataset
-from mmspectral.datasets.check.segmentation import KEPT, mask_problem
+from mmspectral.datasets import check_before_training, check_dataset
+from mmspectral.datasets.check.coco import KEPT, mask_problem
 from mmspectral.errors import UsageError
+from tests.helpers import CONFIGS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("MMSPECTRAL_COCO", ROOT.parent / "shared" / "data" / "coco_permissive"))
 
 
@@ -118,30 +118,24 @@ def test_warnings(coco_content, coco_config, values, message):
     [
         ("[" * 100_000, "cannot be read"),
         ("{", "cannot be read"),
+        (None, "cannot be read"),
         ("[]", "no COCO annotation file"),
         ('{"images": 3, "categories": []}', "images of"),
         ('{"images": [], "annotations": [], "categories": []}', "0 of 0 images are left"),
     ],
 )
 def test_files_that_are_none(coco_config, content, message):
-    report = check_dataset(coco_config(content))
-    assert any(message in text for text in report.all_errors), report
-
-
-def test_missing_annotation_file(coco_content, coco_config):
-    cfg = coco_config(coco_content)
-    cfg.train_dataloader.dataset.ann_file += ".gone"
-    assert "cannot be read" in "".join(check_dataset(cfg).all_errors)
+    cfg = coco_config(content or "")
+    cfg.train_dataloader.dataset.ann_file += "" if content else ".gone"
+    assert any(message in text for text in check_dataset(cfg).all_errors)
 
 
 def test_a_set_that_is_empty_after_filtering_says_why(coco_content, coco_config):
     """mmdet#11650: such a run dies of 'need at least one array to concatenate'."""
     coco_content["annotations"] = []
     (error,) = check_dataset(coco_config(coco_content)).all_errors
-    assert error == (
-        "train: 0 of 3 images are left: 3 have no annotation of a class (filter_empty_gt); "
-        "0 are smaller than min_size=16."
-    )
+    for fact in ("0 of 3 images are left", "3 have no annotation of a class", "0 are smaller than min_size=16"):
+        assert fact in error
     with pytest.raises(UsageError, match="0 of 3 images are left"):
         check_before_training(coco_config(coco_content))
 
@@ -182,20 +176,13 @@ def test_classes_in_another_order_than_the_file(coco_content, coco_config):
     assert "another order" in error and "('cat', 'dog', 'owl')" in error
 
 
-def test_one_class_written_without_a_comma(coco_content, coco_config):
-    (error,) = check_dataset(coco_config(coco_content, classes="cat")).all_errors[:1]
-    assert "classes is the string 'cat'" in error
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (dict(metainfo=dict(classes=0)), "classes is 0; it must be a tuple of names"),
+        (dict(metainfo=dict(classes="cat")), "classes is the string 'cat'"),
         (dict(ann_file=None), "ann_file is None; it must be a path"),
-        (
-            dict(data_prefix=dict(img_path="")),
-            "data_prefix is {'img_path': ''}; it must be a dict of paths with the key",
-        ),
+        (dict(data_prefix=dict(img_path="")), "data_prefix is {'img_path': ''}; it must be a dict of paths"),
         (dict(filter_cfg=1), "filter_cfg is 1; it must be a dict"),
         (dict(filter_cfg=dict(min_size=None)), "min_size is None; it must be a number of pixels"),
         (dict(filter_cfg=dict(min_size=10**400)), "it must be a number of pixels"),
@@ -205,7 +192,7 @@ def test_one_class_written_without_a_comma(coco_content, coco_config):
 def test_settings_of_another_kind(coco_content, coco_config, settings, message):
     cfg = coco_config(coco_content).to_dict()
     cfg["train_dataloader"]["dataset"].update(settings)
-    (error,) = check_dataset(Config(cfg)).all_errors
+    error = check_dataset(Config(cfg)).all_errors[0]
     assert message in error
 
 
@@ -265,8 +252,7 @@ def test_data_on_another_machine_is_left_alone(coco_content, coco_config):
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no COCO images at {REAL}; set MMSPECTRAL_COCO")
 def test_real_coco_images():
-    name = ROOT / "configs" / "quickstart" / "mask-rcnn_spectral-xcit-d128-p8_fpn_coco.py"
-    cfg = Config.fromfile(name)
+    cfg = Config.fromfile(CONFIGS / "quickstart" / "mask-rcnn_spectral-xcit-d128-p8_fpn_coco.py")
     for split in ("train", "val", "test"):
         cfg[f"{split}_dataloader"].dataset.data_root = str(REAL)
     report = check_dataset(cfg)

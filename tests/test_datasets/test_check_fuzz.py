@@ -11,7 +11,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 
-from mmspectral.datasets.check import check_dataset
+from mmspectral.datasets import check_dataset
 
 NUMBERS = st.sampled_from(
     [0, 1, -1, 2, 5, 40, 1.5, -0.0, float("nan"), float("inf"), 1e-300, 1e308, 2**63, 10**400, True]

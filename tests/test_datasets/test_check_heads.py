@@ -5,7 +5,7 @@ import pytest
 from mmengine.config import Config
 
 from mmspectral.configs_path import config_path
-from mmspectral.datasets.check.heads import check_heads, head_classes
+from mmspectral.datasets.check.check import check_heads, head_classes
 
 EIGHTY = [f"class {index}" for index in range(80)]
 

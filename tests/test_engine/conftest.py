@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.model import BaseModel
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.runner import Runner
@@ -140,3 +141,56 @@ def logged():
         return [json.loads(line, parse_constant=refuse) for line in lines]
 
     return read
+
+
+class Counter(BaseModel):
+    """Its only weight is the number of its updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.updates = nn.Parameter(torch.zeros(()))
+
+    def forward(self, inputs, mode="tensor"):
+        return dict(loss=-self.updates) if mode == "loss" else [self.updates]
+
+
+class Planned(BaseMetric):
+    """The score that is planned for so many updates."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def process(self, data_batch, data_samples):
+        self.results.append(int(data_samples[0]))
+
+    def compute_metrics(self, results):
+        return dict(acc=self.scores[results[0] - 1])
+
+
+@pytest.fixture
+def count():
+    """Return a function that trains and validates one update per planned score, and returns the runner."""
+
+    def train(work_dir, scores, checkpoint, hooks=(), **settings):
+        model = Counter()
+        loader = DataLoader([dict(inputs=torch.ones(1))], batch_size=1)
+        runner = Runner(
+            model,
+            str(work_dir),
+            train_dataloader=loader,
+            train_cfg=dict(by_epoch=True, max_epochs=len(scores)),
+            val_dataloader=loader,
+            val_cfg=dict(),
+            val_evaluator=Evaluator([Planned(scores)]),
+            optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=1)),
+            default_hooks=dict(logger=None, checkpoint=checkpoint),
+            custom_hooks=list(hooks),
+            experiment_name=uuid.uuid4().hex,
+            default_scope="mmengine",
+            **settings,
+        )
+        runner.train()
+        return runner
+
+    return train

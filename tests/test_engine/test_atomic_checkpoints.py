@@ -6,21 +6,14 @@ import os
 import resource
 import stat
 import sys
-import uuid
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.fileio import get_file_backend
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
-from torch import nn
-from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.engine.checkpoint_backend import AtomicBackend, FileWriteError
@@ -209,29 +202,6 @@ def test_damaged_weights_are_not_loaded_without_resuming(tmp_path):
     assert choose_checkpoint(Config(dict(load_from="https://example.org/weights.pth"))) == []
 
 
-class Model(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, inputs, mode="tensor"):
-        y = self.linear(inputs)
-        return dict(loss=y.square().mean()) if mode == "loss" else [y]
-
-
-class BetterAndBetter(BaseMetric):
-    """A metric that grows with each validation."""
-
-    rounds = 0
-
-    def process(self, data_batch, data_samples):
-        self.results.append(1)
-
-    def compute_metrics(self, results):
-        self.rounds += 1
-        return dict(acc=self.rounds)
-
-
 class Breaking(Hook):
     """Call ``trouble(runner)`` before each iteration."""
 
@@ -242,27 +212,16 @@ class Breaking(Hook):
         self.trouble(runner)
 
 
-def run(work_dir, epochs=5, trouble=None, **settings):
-    """Train one iteration per epoch; return the runner and its checkpoint hook."""
-    hook = CheckpointHook(interval=1, **settings)
-    loader = DataLoader([dict(inputs=torch.ones(4))], batch_size=1)
-    model = Model()
-    runner = Runner(
-        model,
-        str(work_dir),
-        train_dataloader=loader,
-        train_cfg=dict(by_epoch=True, max_epochs=epochs),
-        val_dataloader=loader,
-        val_cfg=dict(),
-        val_evaluator=Evaluator([BetterAndBetter()]),
-        optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.01)),
-        default_hooks=dict(logger=None, checkpoint=hook),
-        custom_hooks=[Breaking(trouble)] if trouble else [],
-        experiment_name=uuid.uuid4().hex,
-        default_scope="mmengine",
-    )
-    runner.train()
-    return runner, hook
+@pytest.fixture
+def train(count, tmp_path):
+    """Return a function that trains with the hook, and better with each epoch, and returns the hook."""
+
+    def run(epochs=5, trouble=None, **settings):
+        hook = CheckpointHook(interval=1, **settings)
+        count(tmp_path, range(1, epochs + 1), hook, [Breaking(trouble)] if trouble else [])
+        return hook
+
+    return run
 
 
 def names(folder):
@@ -277,14 +236,14 @@ def test_the_hook_is_registered_and_writes_atomically():
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
-def test_so_many_checkpoints_are_kept(tmp_path, asked, kept):
-    run(tmp_path, max_keep_ckpts=asked)
+def test_so_many_checkpoints_are_kept(train, tmp_path, asked, kept):
+    train(max_keep_ckpts=asked)
     assert names(tmp_path) == [f"epoch_{number}.pth" for number in kept]
     noted = torch.load(tmp_path / "epoch_5.pth", weights_only=False)["message_hub"]["runtime_info"].get("keep_ckpt_ids")
     assert noted == (kept if asked > 0 else None)
 
 
-def test_the_old_checkpoint_goes_after_the_new_one_has_come(tmp_path):
+def test_the_old_checkpoint_goes_after_the_new_one_has_come(train, tmp_path):
     """Audited: when a checkpoint is deleted, its successor stands."""
     deleted = []
 
@@ -293,7 +252,7 @@ def test_the_old_checkpoint_goes_after_the_new_one_has_come(tmp_path):
             deleted.append((Path(arguments[0]).name, names(tmp_path)))
 
     sys.addaudithook(audit)
-    run(tmp_path, epochs=4, max_keep_ckpts=2, save_best="acc")
+    train(epochs=4, max_keep_ckpts=2, save_best="acc")
     regular = [(name, standing) for name, standing in deleted if name.startswith("epoch")]
     best = [(name, standing) for name, standing in deleted if name.startswith("best")]
     assert [name for name, _ in regular] == ["epoch_1.pth", "epoch_2.pth"]
@@ -304,20 +263,20 @@ def test_the_old_checkpoint_goes_after_the_new_one_has_come(tmp_path):
 
 
 @pytest.mark.fault
-def test_a_failed_save_stops_training_and_harms_nothing(tmp_path, full_disk):
+def test_a_failed_save_stops_training_and_harms_nothing(train, tmp_path, full_disk):
     with pytest.raises(FileWriteError, match=r"epoch_3.pth .* does not exist; free space"):
-        run(tmp_path, max_keep_ckpts=2, trouble=lambda runner: full_disk(100) if runner.epoch == 2 else None)
+        train(max_keep_ckpts=2, trouble=lambda runner: full_disk(100) if runner.epoch == 2 else None)
     assert names(tmp_path) == ["epoch_1.pth", "epoch_2.pth"]
     assert all(find_damage(tmp_path / name) is None for name in names(tmp_path))
 
 
 @pytest.mark.fault
-def test_tolerated_failures_are_counted_and_training_goes_on(tmp_path, full_disk):
+def test_tolerated_failures_are_counted_and_training_goes_on(train, tmp_path, full_disk):
 
     def trouble(runner):
         full_disk(100 if runner.epoch in (2, 3) else resource.RLIM_INFINITY)
 
-    _, hook = run(tmp_path, max_keep_ckpts=2, tolerated_failures=4, save_best="acc", trouble=trouble)
+    hook = train(max_keep_ckpts=2, tolerated_failures=4, save_best="acc", trouble=trouble)
     assert hook.failures == 0, "it starts again after a success"
     assert names(tmp_path) == ["best_acc_epoch_5.pth", "epoch_2.pth", "epoch_5.pth"]
     assert hook.best_ckpt_path.endswith("best_acc_epoch_5.pth") and list(hook.keep_ckpt_ids) == [2, 5]

@@ -1,18 +1,19 @@
-"""Runs that are killed at any moment and resumed end like an uninterrupted one, with DARK attention and its redraws."""
+"""Runs that are killed at any moment and resumed end like an uninterrupted one, also in when they stop early."""
 
 import functools
 import json
 import random
-import sys
-from pathlib import Path
+import uuid
 
 import pytest
 import torch
+from mmengine.optim import OptimWrapper
 
 from mmspectral.compat.checkpoint_damage import find_damage
+from mmspectral.compat.checkpoints import SAFE_GLOBALS
+from tests.helpers import CONFIGS, DATA, TINY
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "tests" / "data" / "toy_faults" / "config.py"
+CONFIG = DATA / "toy_faults" / "config.py"
 # Events of toy_faults.py: the writing of a checkpoint begins (os.chmod), it is complete but unnamed (os.rename), the
 # oldest one is about to be deleted (os.remove).
 MOMENTS = ["step", "evaluation", "os.chmod", "os.rename", "os.remove"]
@@ -21,20 +22,20 @@ DEATHS = [("step", 2), ("step", 6), *((moment, 1) for moment in MOMENTS[1:]), ("
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    sys.path.insert(0, str(CONFIG.parent))
-    yield
-    sys.path.remove(str(CONFIG.parent))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(CONFIG.parent)
+        yield
 
 
 @pytest.fixture(scope="module")
 def train():
-    """Return a function that trains the toy and returns the exit status and the log."""
+    """Return a function that trains the toy, or another config, and returns the exit status and the log."""
     from toy_faults import run_tool
 
     def run(work_dir, *arguments, config=CONFIG, **moments):
-        return run_tool(
-            "train.py", config, "--work-dir", work_dir, *arguments, log=Path(work_dir, "output.log"), **moments
-        )
+        work_dir.mkdir(exist_ok=True)
+        command = ("train.py", config, "--work-dir", work_dir, *arguments)
+        return run_tool(*command, log=work_dir / "output.log", **moments)
 
     return run
 
@@ -100,8 +101,6 @@ def test_without_it_a_resumed_run_differs(train, tmp_path):
     )
     train = functools.partial(train, config=config)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    straight.mkdir()
-    resumed.mkdir()
     assert train(straight)[0] == 0
     assert train(resumed, death=("step", 10))[0] == -9
     status, log = train(resumed, "--resume")
@@ -120,7 +119,6 @@ def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path):
     kills, finished, status = 0, 0, None
     while kills < 20 or status == -9:
         work_dir = tmp_path / str(finished)
-        work_dir.mkdir(exist_ok=True)
         before = whole(work_dir)
         moment = draw.choice([*MOMENTS, None, None])
         how = dict(seconds=draw.uniform(5, 15)) if moment is None else dict(death=(moment, draw.randint(1, 3)))
@@ -174,8 +172,6 @@ def test_a_killed_iteration_based_run_repeats_no_data(train, iterations_config, 
     """Two passes over 16 samples; killed in the sixth iteration, after the checkpoint of the fourth."""
     config = iterations_config(sampler)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    straight.mkdir()
-    resumed.mkdir()
     assert train(straight, config=config)[0] == 0
     status, log = train(resumed, config=config, death=("step", 6))
     assert status == -9, log
@@ -189,3 +185,121 @@ def test_a_killed_iteration_based_run_repeats_no_data(train, iterations_config, 
     assert [iteration for iteration, _ in again] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
     assert again[:6] == seen[:6] and again[6:] == seen[4:]
     assert sorted(sum((samples for _, samples in seen[4:]), [])) == list(range(16)), "the second pass"
+
+
+# The hooks of each besides the one that kills. An epoch is three iterations: w is redrawn inside epochs and between.
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("base", "hooks"),
+    [
+        ("quickstart/mask-rcnn_spectral-xcit-d128-p8_fpn_shapes.py", []),
+        (
+            "dark/mask-rcnn_dark-vit-d128-p8_fpn_shapes.py",
+            [dict(type="mmspectral.FeatureRedrawHook", interval=2)],
+        ),
+    ],
+)
+def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_run, tmp_path, base, hooks):
+    """Killed in the first save, in the first validation, and in the last of three epochs."""
+    config, straight, resumed = (tmp_path / name for name in ("killed.py", "straight", "resumed"))
+    config.write_text(
+        f"_base_ = {str(CONFIGS / base)!r}\n"
+        "custom_imports = dict(imports=['toy_faults'])\n"
+        f"custom_hooks = {[dict(type='mmengine.Doom'), *hooks]}\n"
+        "default_hooks = dict(logger=dict(interval=1))\n"
+        "randomness = dict(deterministic=True)\n"
+    )
+    options = ["--cfg-options", *TINY, "train_cfg.max_epochs=3", "train_dataloader.num_workers=1"]
+    train = functools.partial(train, config=config, seconds=900)
+    status, log = train(straight, *options)
+    assert status == 0, log
+    for death, saved in ((("os.rename", 1), []), (("evaluation", 1), [1]), (("step", 5), [1, 2])):
+        status, log = train(resumed, "--resume", *options, death=death)
+        assert status == -9, log
+        assert checkpoints(resumed) == [f"epoch_{number}.pth" for number in saved]
+    status, log = train(resumed, "--resume", *options)
+    assert status == 0, log
+    weights = torch.load(straight / "epoch_3.pth", weights_only=False)["state_dict"]
+    assert all(counter == 4 for name, counter in weights.items() if name.endswith("kernel.redraws"))
+    same_run(straight, resumed, "epoch_3.pth")
+
+
+def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images, safe_loading):
+    """With every hook of ours."""
+    hooks = [
+        dict(type="mmspectral.CorrectionRefreshHook"),
+        dict(type="mmspectral.ConditioningHook", interval=1),
+        dict(type="mmspectral.NonFiniteGuardHook"),
+        dict(type="EMAHook", momentum=0.3),
+        # The fixture saves within epochs, where mmengine begins them again.
+        dict(type="CheckpointHook", interval=1),
+    ]
+
+    def runner(resume_from=None):
+        model = classifier(dict(type="SVDCorrection", interval=3))
+        wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), 0.01))
+        return make_runner(model, images(2), hooks, wrapper, epochs=2, resume_from=resume_from)
+
+    whole = runner()
+    whole.train()
+    assert whole.iter == 4
+    path = f"{whole.work_dir}/epoch_1.pth"
+    with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
+        checkpoint = torch.load(path, weights_only=True)
+    assert "backbone.xca_layers.0.attn.qkv.correction" in checkpoint["state_dict"]
+    assert checkpoint["message_hub"]["log_scalars"]["train/loss"].current() > 0
+
+    resumed = runner(resume_from=path)
+    resumed.train()
+    assert resumed.iter == 4
+    with open(f"{resumed.log_dir}/vis_data/scalars.json") as log:
+        assert [line["step"] for line in map(json.loads, log) if "loss" in line] == [3, 4]
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    assert not torch.equal(resumed.model.head.weight, checkpoint["state_dict"]["head.weight"])
+
+
+@pytest.fixture
+def stop_early(count, tmp_path):
+    """Return a function that trains one iteration per epoch and returns the number of epochs."""
+
+    def run(scores, resume_from=None, hook="mmspectral.EarlyStoppingHook", **settings):
+        return int(
+            count(
+                tmp_path / uuid.uuid4().hex if resume_from else tmp_path,
+                scores,
+                dict(type="mmspectral.CheckpointHook", interval=1, save_best="acc", rule="greater"),
+                [dict(type=hook, monitor="acc", **settings), dict(type="mmspectral.DueValidationHook")],
+                load_from=resume_from and str(tmp_path / f"epoch_{resume_from}.pth"),
+                resume=resume_from is not None,
+            ).model.updates
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "end"),
+    [([1, 2, 2, 2, 3, 3], dict(patience=2), 4), ([1, 2, 3, 4], dict(patience=9, stopping_threshold=2.5), 3)],
+    ids=["no better score", "threshold"],
+)
+def test_a_resumed_run_stops_where_the_uninterrupted_one_does(stop_early, scores, settings, end):
+    assert stop_early(scores, **settings) == end
+    for epoch in range(1, end + 1):
+        assert stop_early(scores, resume_from=epoch, **settings) == end, epoch
+
+
+def test_other_settings_decide_again(stop_early):
+    scores = [1, 2, 2, 2, 2, 2]
+    assert stop_early(scores, patience=2) == 4
+    assert stop_early(scores, resume_from=4, patience=3) == 5
+
+
+def test_mmengines_starts_to_count_again(stop_early):
+    """The reason for ours."""
+    scores = [1, 2, 2, 2, 2, 2]
+    stock = dict(hook="mmengine.EarlyStoppingHook", patience=2)
+    assert stop_early(scores, **stock) == 4
+    assert stop_early(scores, resume_from=3, **stock) == 5

@@ -17,10 +17,10 @@ from mmengine.dataset import worker_init_fn
 from mmengine.model import BaseModule
 from torch.utils.data import DataLoader
 
-from mmspectral.checkpoints.files import write_checkpoint
+from mmspectral.checkpoints import write_checkpoint
 from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoints import load_from_local
-from mmspectral.engine.hooks.epoch_seed import seed_worker
+from mmspectral.engine.hooks.exact_resume import seed_worker
 from mmspectral.engine.runner.launch import require_writable
 from mmspectral.engine.runner.resume import choose_checkpoint
 from mmspectral.errors import DamagedCheckpointError, UsageError

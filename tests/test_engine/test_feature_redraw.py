@@ -22,7 +22,7 @@ from mmspectral.engine.hooks.feature_redraw_hook import FeatureRedrawHook
 from mmspectral.engine.runner.launch import launch_run, set_resume
 from mmspectral.layers import feature_kernels
 from mmspectral.models import DarkViT
-from mmspectral.ops.random_features.features import draw_projection
+from mmspectral.ops.random_features import draw_projection
 
 TOY = Path(__file__).resolve().parents[1] / "data" / "toy_classification" / "config.py"
 BACKBONE = dict(arch=dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32), img_size=16, patch_size=8)

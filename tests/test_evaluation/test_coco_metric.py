@@ -29,17 +29,18 @@ _ITEMS = (
 )
 
 
-def _build(classes=("a", "b"), ann_of_dataset=None, **settings):
+def _build(**settings):
+    """Return the metric for a data set with the classes "a" and "b"."""
     with DefaultScope.overwrite_default_scope("mmdet"):
-        evaluator = METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
-    evaluator.dataset_meta = {"classes": classes} | ({"ann_file": ann_of_dataset} if ann_of_dataset else {})
-    return evaluator
+        metric = METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
+    metric.dataset_meta = {"classes": ("a", "b")}
+    return metric
 
 
-@pytest.fixture(params=[True, False], ids=["faster_coco_eval", "pycocotools"])
-def backend(request, monkeypatch):
-    """Register the metric as it is with faster_coco_eval, and as it is where that is not installed."""
-    if request.param:
+@pytest.fixture(params=["as installed", "without faster_coco_eval"])
+def implementation(request, monkeypatch):
+    """Register the metric as it is here, and as it is where faster_coco_eval is not installed."""
+    if request.param == "as installed":
         return
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     monkeypatch.delitem(OUR_METRICS.module_dict, "CocoMetric")
@@ -97,13 +98,14 @@ def _published_detections(ann_file, results_file):
 
 
 @pytest.mark.parametrize("metric", ["bbox", "segm"])
-def test_published_numbers(metric, backend):
+def test_published_numbers(metric, implementation):
     if not _FIXTURE.is_dir():
         pytest.skip(f"COCO's evaluation fixture is not at {_FIXTURE}; set MMSPECTRAL_SHARED_DATA")
     ann_file = _FIXTURE / "instances_val2014_100.json"
     name = {"bbox": "fakebbox100", "segm": "fakesegm100"}[metric]
     samples, classes = _published_detections(ann_file, _FIXTURE / f"instances_val2014_{name}_results.json")
-    evaluator = _build(classes, ann_file=str(ann_file), metric=metric)
+    evaluator = _build(ann_file=str(ann_file), metric=metric)
+    evaluator.dataset_meta = {"classes": classes}
     for sample in samples:
         evaluator.process({}, [sample])
     scores = evaluator.evaluate(len(samples))
@@ -117,24 +119,25 @@ def test_published_numbers(metric, backend):
 def large_only(tmp_path):
     """Annotations of two large squares of class "a" in two images; nobody has class "b"."""
     ann_file = tmp_path / "large.json"
-    square = [10, 10, 130, 10, 130, 130, 10, 130]
-    annotations = [
-        dict(id=i, image_id=i, category_id=1, bbox=[10, 10, 120, 120], area=120 * 120, iscrowd=0, segmentation=[square])
-        for i in (1, 2)
-    ]
+    square = dict(bbox=[10, 10, 120, 120], area=120 * 120, segmentation=[[10, 10, 130, 10, 130, 130, 10, 130]])
+    annotations = [dict(square, id=i, image_id=i, category_id=1, iscrowd=0) for i in (1, 2)]
     images = [{"id": i, "file_name": f"{i}.png", "width": 200, "height": 200} for i in (1, 2)]
     categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
     ann_file.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
     return str(ann_file)
 
 
-def _evaluate(evaluator, count):
-    """Score ``count`` right detections in each of the two images."""
+def _masks(count):
     masks = torch.zeros(count, 200, 200, dtype=torch.bool)
     masks[:, 10:130, 10:130] = True
+    return masks
+
+
+def _evaluate(evaluator, count):
+    """Score ``count`` right detections in each of the two images."""
     for image_id in (1, 2):
         boxes = [[10.0, 10.0, 130.0, 130.0]] * count
-        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, masks)
+        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, _masks(count))
         evaluator.process({}, [sample])
     return evaluator.evaluate(2)
 
@@ -160,7 +163,7 @@ def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
 
 
 @pytest.mark.parametrize("ground_truth", ["ann_file", "data_samples"])
-def test_no_detection_scores_zero(large_only, log, ground_truth, backend):
+def test_no_detection_scores_zero(large_only, log, ground_truth, implementation):
     evaluator = _build(ann_file=large_only if ground_truth == "ann_file" else None, metric="bbox")
     truth = {"bboxes": torch.tensor([[10.0, 10.0, 130.0, 130.0]]), "labels": torch.tensor([0])}
     instance = {"bbox": [10.0, 10.0, 130.0, 130.0], "bbox_label": 0}
@@ -174,7 +177,8 @@ def test_no_detection_scores_zero(large_only, log, ground_truth, backend):
 
 
 def test_ground_truth_comes_from_the_dataset(large_only, log):
-    evaluator = _build(ann_of_dataset=large_only)
+    evaluator = _build()
+    evaluator.dataset_meta["ann_file"] = large_only
     scores = _evaluate(evaluator, count=1)
     assert scores["coco/segm_mAP"] == 1
     assert "no ann_file" not in log.getvalue()
@@ -204,12 +208,7 @@ def test_mmdets_own_options(large_only, tmp_path, log):
     assert scores.pop("coco/b_precision") != scores.pop("coco/a_precision") == 1
     assert scores == {f"coco/{metric}_{item}": 1 for metric in ("bbox", "segm") for item in ("AR@100", "mAP")}
     assert len(json.loads(Path(f"{prefix}.segm.json").read_text())) == 2
-
-
-def test_format_only_writes_and_does_not_score(large_only, tmp_path):
-    prefix = tmp_path / "run"
-    evaluator = _build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix))
-    assert _evaluate(evaluator, count=3) == {}
+    assert _evaluate(_build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix)), count=3) == {}
     assert len(json.loads(Path(f"{prefix}.bbox.json").read_text())) == 6
 
 

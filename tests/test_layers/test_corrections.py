@@ -1,5 +1,8 @@
+"""What corrections compute in a projection, and when a C that follows from W changes."""
+
 import copy
-import pickle
+import itertools
+import warnings
 
 import pytest
 import torch
@@ -8,118 +11,181 @@ from torch import nn
 from mmspectral import ops
 from mmspectral.layers import (
     ConditionedLinear,
-    Correction,
     IdentityCorrection,
     PolarCorrection,
     SVDCorrection,
-    build_conditioning,
-    register_conditioning,
+    condition_linear,
+    fold,
+    refresh_corrections,
+    unfold,
 )
-from mmspectral.layers.projection import _TYPES
 from mmspectral.ops import ProjectionLayout
+from mmspectral.ops.conditioning import reference
+
+CORRECTIONS = [SVDCorrection, PolarCorrection]
+LAYOUTS = list(itertools.product(ops.ROW_ORDERS, ops.SCOPES, [(2, 3, 6), (2, 4, 5), (3, 2, 9)]))
 
 
-@pytest.mark.parametrize("type_name", ["IdentityCorrection", "mmspectral.IdentityCorrection"])
-def test_builds_from_a_dict_under_any_scope(type_name):
-    correction = build_conditioning(dict(type=type_name, _scope_="mmdet", scale=3, scope="head", targets=["q"]))
-    assert correction == IdentityCorrection(3.0, "head", ("q",))
-    assert build_conditioning(correction) is correction
-    assert build_conditioning(None) is None
+class Attention(nn.Module):
+    def __init__(self, conditioning=None):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        condition_linear(self, "qkv", conditioning, ("q", "k", "v"), 3, "[3][heads][d]")
+
+    def forward(self, x):
+        return self.qkv(x)
 
 
-@pytest.mark.parametrize(
-    "correction",
-    [
-        IdentityCorrection(2.5, "head", ("k", "v")),
-        IdentityCorrection(dict(q=1, v=10.0), preserve_norm=0.02),
-        SVDCorrection(7, "head", ("q",)),
-        PolarCorrection(1e4, 3),
-    ],
-    ids=repr,
-)
-def test_settings_round_trip(correction):
-    again = build_conditioning(correction.settings())
-    assert again == correction
-    assert copy.deepcopy(correction) == pickle.loads(pickle.dumps(correction)) == correction
-    assert hash(again) == hash(correction)
+def make(conditioning, dtype=torch.float32):
+    torch.manual_seed(0)
+    return Attention(conditioning).to(dtype), torch.randn(2, 5, 12, dtype=dtype)
 
 
-def test_how_weights_are_loaded_is_no_property_of_the_correction():
-    correction = IdentityCorrection(2.5, preserve_function=True)
-    assert build_conditioning(correction.settings()) == correction
-    assert not build_conditioning(correction.settings()).preserve_function
+def step(model, x, refresh_at=None):
+    """One update by hand, with a refresh before it if that is due."""
+    if refresh_at is not None:
+        refresh_corrections(model, updates=refresh_at)
+    model.zero_grad()
+    model(x).sin().square().sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
 
 
-def test_unknown_argument_names_type_arguments_and_remedy():
-    """A child config with another type inherits the arguments of its parent's type."""
-    with pytest.raises(
-        TypeError, match=r"IdentityCorrection has no argument 'interval'.*takes scale, scope.*_delete_=True"
-    ):
-        build_conditioning(dict(type="IdentityCorrection", scale=1.0, interval=4))
-
-
-@pytest.mark.parametrize(
-    ("cfg", "error", "match"),
-    [
-        (dict(type="NoSuchCorrection"), KeyError, "known: .*IdentityCorrection"),
-        (dict(scale=1.0), TypeError, "string 'type'"),
-        ("IdentityCorrection", TypeError, "must be None or a dict"),
-        (dict(type="IdentityCorrection", scale="10"), ValueError, "finite number"),
-        (dict(type="IdentityCorrection", scale=float("nan")), ValueError, "finite number"),
-        (dict(type="IdentityCorrection", scale=dict(q=1.0, v="10")), ValueError, "finite number"),
-        (dict(type="IdentityCorrection", scale=dict(o=1.0)), ValueError, "keys out of the targets q, k, v"),
-        (dict(type="IdentityCorrection", scale=dict(q=1.0), targets=["v"]), ValueError, "keys out of the targets v"),
-        (dict(type="IdentityCorrection", scale=dict()), ValueError, "keys out of the targets"),
-        (dict(type="IdentityCorrection", preserve_norm=0.0), ValueError, "preserve_norm"),
-        (dict(type="IdentityCorrection", preserve_norm=True), ValueError, "preserve_norm"),
-        (dict(type="SVDCorrection", preserve_function=True), ValueError, "SVDCorrection: preserve_function"),
-        (dict(type="PolarCorrection", preserve_function=True), ValueError, "PolarCorrection: preserve_function"),
-        (dict(type="SVDCorrection", interval=0), ValueError, "positive integer"),
-        (dict(type="SVDCorrection", interval=2.0), ValueError, "positive integer"),
-        (dict(type="PolarCorrection", kappa=1e7), ValueError, "kappa"),
-        (dict(type="PolarCorrection", kappa=1), ValueError, "kappa"),
-        (dict(type="SVDCorrection", scale=1.0), TypeError, "no argument 'scale'"),
-        (dict(type="IdentityCorrection", scope="rows"), ValueError, "scope"),
-        (dict(type="IdentityCorrection", targets=["o"]), ValueError, "targets"),
-        (dict(type="IdentityCorrection", targets="qkv"), ValueError, "targets"),
-        (dict(type="IdentityCorrection", targets=[]), ValueError, "targets"),
-    ],
-)
-def test_errors(cfg, error, match):
-    with pytest.raises(error, match=match):
-        build_conditioning(cfg)
-
-
-def test_users_own_correction():
-    class AllOnes(Correction):
-        def corrected(self, weight, layout, dtype=None):
-            return (weight + 1).to(dtype or weight.dtype)
-
-    with pytest.raises(TypeError, match="must subclass"):
-        register_conditioning(nn.Linear)
-    try:
-        assert register_conditioning(AllOnes) is AllOnes
-        correction = build_conditioning(dict(type="AllOnes", targets=["v"]))
-        layout = ProjectionLayout(("v",), 1)
-        assert torch.equal(correction.matrix(torch.zeros(2, 3), layout), torch.ones(2, 3))
-        impostor = type("AllOnes", (AllOnes,), {"__module__": "elsewhere"})
-        with pytest.raises(ValueError, match="taken"):
-            register_conditioning(impostor)
-    finally:
-        _TYPES.pop("AllOnes", None)
-
-
+@pytest.mark.parametrize(("order", "scope", "shape"), LAYOUTS)
 @pytest.mark.parametrize("targets", [("q",), ("k", "v"), ("q", "k", "v")])
-def test_targets_select_projections(targets):
-    layout = ProjectionLayout(("q", "k", "v"), 2)
-    C = IdentityCorrection(10.0, targets=targets).matrix(torch.zeros(18, 6), layout)
-    for role, block in zip("qkv", C.chunk(3), strict=True):
-        assert torch.equal(block, 10 * torch.eye(6) if role in targets else torch.zeros(6, 6))
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_each_matrix_of_the_scope_is_conditioned_by_itself(kind, interval, targets, order, scope, shape):
+    torch.manual_seed(0)
+    heads, d, columns = shape
+    layout = ProjectionLayout(("q", "k", "v"), heads, order)
+    conditioning = kind(scope=scope, targets=targets, interval=interval)
+    linear = ConditionedLinear(nn.Linear(columns, 3 * heads * d, dtype=torch.float64), conditioning, layout)
+    W, effective = (layout.split(w.detach(), scope) for w in (linear.weight, linear.effective_weight()))
+    for p, role in enumerate(layout.roles):
+        if role not in targets:
+            assert torch.equal(effective[p], W[p])
+            continue
+        assert (ops.condition_number(effective[p]) <= 2.05).all()
+        for w, e in zip(W[p].reshape(-1, *W.shape[-2:]), effective[p].reshape(-1, *W.shape[-2:]), strict=True):
+            exact = w + reference.polar_correction(w)
+            assert torch.linalg.matrix_norm(e - exact, 2) <= (1e-9 if kind is SVDCorrection else 0.03) * exact.norm()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_gradients_are_those_of_a_constant(kind, interval):
+    model, x = make(kind(interval=interval), torch.float64)
+    refresh_corrections(model, updates=1)
+    x.requires_grad_()
+    C = model.qkv.correction_matrix()
+    ours, naive = model(x), reference.conditioned_linear(x, model.qkv.weight, model.qkv.bias, C)
+    torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+    probe, leaves = torch.randn_like(naive), [x, *model.parameters()]
+    for a, b in zip(torch.autograd.grad(ours, leaves, probe), torch.autograd.grad(naive, leaves, probe), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(36, 12), torch.ones(36, 12), torch.eye(12).repeat(3, 1)])
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_degenerate_weights_give_finite_gradients(kind, weight):
+    """Equal or zero singular values, where the derivative of an SVD is infinite."""
+    model, x = make(kind())
+    model.qkv.weight.data.copy_(weight)
+    model(x.requires_grad_()).square().sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in (x, *model.parameters()))
+    if not weight.any():
+        assert torch.equal(model.qkv.effective_weight(), weight)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_with_interval_1_the_correction_follows_the_weight(kind):
+    model, x = make(kind())
+    before = model.qkv.correction_matrix()
+    step(model, x)
+    after = model.qkv.correction_matrix()
+    assert not torch.allclose(before, after)
+    assert refresh_corrections(model) == 0
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_stored_correction_changes_only_when_it_is_due(kind):
+    model, x = make(kind(interval=3))
+    buffer = model.qkv.correction
+    for update in range(7):
+        before, fresh = buffer.clone(), model.qkv.conditioning.matrix(model.qkv.weight, model.qkv.layout)
+        step(model, x, refresh_at=update)
+        if update % 3 == 0:
+            assert torch.equal(buffer, fresh)
+        else:
+            assert torch.equal(buffer, before) and not torch.allclose(buffer, fresh)
+        before = buffer.clone()
+        model.train()(x)
+        model.eval()(x)
+        assert torch.equal(buffer, before)
+        model.train()
+    assert model.qkv.correction is buffer, "refreshed in place"
+
+
+def test_training_without_a_refresh_warns_once():
+    model, x = make(SVDCorrection(interval=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(x)
+        model.eval()(x)
+    with pytest.warns(UserWarning, match="CorrectionRefreshHook"):
+        model.train()(x)
+    refreshed, _ = make(SVDCorrection(interval=3))
+    refresh_corrections(refreshed, updates=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+        refreshed(x)
+
+
+def test_a_stored_correction_survives_folding():
+    model, x = make(PolarCorrection(interval=3), torch.float64)
+    for update in range(2):  # so that a stored C is not that of the present W
+        step(model, x, refresh_at=update)
+    before, state = model(x), copy.deepcopy(model.state_dict())
+    torch.testing.assert_close(fold(model)(x), before, rtol=1e-12, atol=1e-12)
+    for name, tensor in unfold(model).state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-12)
+
+
+def test_svd_unfolds_what_was_trained_after_folding_by_its_closed_form():
+    """W = W' - (s1(W') / 2) U V^T, which needs neither W nor the C of the fold."""
+    model, x = make(SVDCorrection(), torch.float64)
+    fold(model)
+    with torch.no_grad():
+        model.qkv.weight *= 3
+    expected = model(x)
+    torch.testing.assert_close(unfold(model)(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_unfold_refuses_what_is_no_sum_and_leaves_the_model():
+    for correction, message in (
+        (SVDCorrection(), "condition number is above 2"),
+        (PolarCorrection(), "does not follow"),
+    ):
+        model, _ = make(None)
+        model.num_heads, weight = 3, model.qkv.weight.clone()
+        with pytest.raises(ValueError, match=message):
+            unfold(model, correction)
+        assert type(model.qkv) is nn.Linear and torch.equal(model.qkv.weight, weight)
+    changed, _ = make(PolarCorrection())
+    fold(changed)
+    with torch.no_grad():
+        changed.qkv.weight *= 3
+    with pytest.raises(ValueError, match="changed after folding"):
+        unfold(changed)
 
 
 def test_a_scale_for_each_projection():
     layout = ProjectionLayout(("q", "k", "v"), 2)
-    C = IdentityCorrection(dict(q=1, v=10.0)).matrix(torch.zeros(18, 6), layout)
+    C = IdentityCorrection(dict(q=1, v=10.0), targets=("q", "v")).matrix(torch.zeros(18, 6), layout)
     for scale, block in zip((1, 0, 10), C.chunk(3), strict=True):
         assert torch.equal(block, scale * torch.eye(6))
 

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from mmspectral.layers import RandomFeatureKernel, build_kernel, share_geometry
-from mmspectral.layers.kernels import SoftmaxKernel
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.features import Proposal, draw_projection, fold_features, sharp_proposal
+from mmspectral.ops.random_features import Proposal, draw_projection, fold_features, linear_attention
 
 H, D, M = 4, 8, 16
 TYPES = dict(
@@ -99,20 +97,6 @@ def test_the_baselines_ignore_the_content():
     assert {n: b.shape for n, b in kernel.named_buffers()} == {n: t.shape for n, t in state.items()}
 
 
-@pytest.mark.parametrize("name", ["dark", "performer", "temperature", "dark_sharp"])
-def test_features_without_end_are_softmax(name):
-    q, k, v = tokens(size=0.5)
-    exact = SoftmaxKernel(H, D)(q, k, v)
-    errors = []
-    for m in (16, 256, 4096, 32768):
-        kernel = build_kernel(TYPES[name] | dict(num_features=m), H, D)
-        if name == "dark_sharp":
-            z = D**-0.25 * (q + k - k.mean(2, keepdim=True)).transpose(0, 1).flatten(1, 2)  # [h, B * N, d]
-            kernel.set_geometry(proposal=sharp_proposal(z.mT @ z / z.shape[1]), shift=k.mean((0, 2)))
-        errors.append(((kernel(q, k, v) - exact).norm() / exact.norm()).item())
-    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.02 < 0.1 < errors[0]
-
-
 @ALL
 def test_every_parameter_gets_a_gradient(name):
     kernel, inputs = build(name), [t.requires_grad_() for t in tokens()]
@@ -123,23 +107,13 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 def test_draws_depend_on_seed_layer_and_redraws_alone():
-    def draw(seed=0, layer=2, counter=0):
-        torch.manual_seed(draw.calls)
-        draw.calls += 1
-        kernel = build_kernel(TYPES["dark"] | dict(seed=seed), H, D, layer)
-        before = torch.get_rng_state()
-        if counter:
-            kernel.redraw(counter)
-        kernel(*tokens())
-        assert torch.equal(before, torch.get_rng_state())
-        return kernel.w.clone()
-
-    draw.calls = 0
-    settings = [{}, dict(seed=1), dict(layer=3), dict(counter=1), dict(counter=2), dict(seed=1, layer=3, counter=2)]
-    draws = [draw(**kwargs) for kwargs in settings]
-    assert all(torch.equal(w, draw(**kwargs)) for w, kwargs in zip(draws, settings, strict=True))
-    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
-    assert torch.equal(draws[3], draw_projection(M, D, 0, 2, 1))
+    before = torch.get_rng_state()
+    kernel = build_kernel(TYPES["dark"] | dict(seed=1), H, D, layer=3)
+    assert torch.equal(kernel.w, draw_projection(M, D, 1, 3, 0))
+    kernel.redraw(2)
+    kernel(*tokens())
+    assert torch.equal(kernel.w, draw_projection(M, D, 1, 3, 2))
+    assert torch.equal(before, torch.get_rng_state()), "the global generator must be left alone"
 
 
 def test_redraws_happen_in_place():
@@ -154,7 +128,7 @@ def test_redraws_happen_in_place():
     assert torch.equal(kernel.w, before)
 
 
-def test_trained_features_are_never_drawn_again():
+def test_trained_features_are_never_redrawn():
     kernel = build("learned")
     before = kernel.w.clone()
     kernel.redraw(1)
@@ -179,22 +153,6 @@ def test_draws_stay_exact_when_the_model_is_cast(name, dtype):
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)  # parameters were rounded
     assert kernel.double().w.dtype == torch.float64
     kernel(q.double(), k.double(), v.double())
-
-
-@pytest.mark.parametrize("name", RANDOM)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
-def test_large_queries_and_keys_in_half_precision(name, dtype, size):
-    """As exact as the rounding of inputs and output, forward and backward."""
-    inputs = [t.requires_grad_() for t in tokens(dtype=dtype)]
-    kernel = build(name)
-    out = kernel(size * inputs[0], size * inputs[1], inputs[2])
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(kernel(size * inputs[0], size * inputs[1], inputs[2]), out)
-    exact = kernel((size * inputs[0]).float(), (size * inputs[1]).float(), inputs[2].float())
-    torch.testing.assert_close(out.float(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    out.float().square().sum().backward()
-    assert all(torch.isfinite(t.grad).all() for t in (inputs[2], *kernel.parameters()))
 
 
 def test_geometry_that_is_set_is_what_is_computed():

@@ -1,14 +1,13 @@
 """Conditioned nn.MultiheadAttention against torch's own with W + C written into its weights."""
 
 import copy
-import io
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from mmspectral.layers import METADATA_KEY, IdentityCorrection, build_conditioning, condition, fold, sites, unfold
+from mmspectral.layers import condition, fold, sites, unfold
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
 
 SCALE = 3.0
@@ -189,22 +188,6 @@ def test_self_attention_projects_once(monkeypatch):
     model["attn"](q, k, k)
     model["attn"](q, k, v)
     assert seen == [(True, True), (False, True), (False, False)]
-
-
-def test_metadata_copies_and_loading():
-    stock, _ = stock_and_expected()
-    model = nn.ModuleDict({"attn": copy.deepcopy(stock)})
-    condition(model, CONDITIONING)
-    buffer = io.BytesIO()
-    torch.save(copy.deepcopy(model).state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    entry = dict(state._metadata["attn"][METADATA_KEY])
-    layout = entry.pop("layout")
-    assert build_conditioning(entry) == IdentityCorrection(SCALE)
-    assert layout == dict(roles=["q", "k", "v"], num_heads=3, row_order="[3][heads][d]")
-    stock.load_state_dict({name.removeprefix("attn."): tensor for name, tensor in state.items()}, strict=True)
-    model.load_state_dict(state, strict=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

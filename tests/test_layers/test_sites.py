@@ -151,7 +151,7 @@ def test_what_replaces_the_forward_of_a_projection_is_not_taken():
         find_sites(model)
 
 
-def test_conditioned_projections_are_not_found_again():
+def test_conditioned_projections_are_no_sites():
     model = Attention(("num_heads", 2), qkv=(8, 24))
     condition(model, dict(type="IdentityCorrection"))
     with pytest.raises(ValueError, match="has no attention projection"):

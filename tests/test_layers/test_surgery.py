@@ -14,19 +14,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import mmspectral
-from mmspectral import ops
 from mmspectral.layers import (
     ConditionedLinear,
     IdentityCorrection,
     QKNorm,
     SpectralNorm,
     SVDCorrection,
-    condition_linear,
-    conditioned_projections,
     refresh_corrections,
 )
 from mmspectral.layers.surgery import FOLDED
-from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.conditioning import reference
 
 CONDITIONING = dict(type="IdentityCorrection", scale=2.0)
@@ -434,21 +430,6 @@ def test_shared_layers_projections_and_weights_are_conditioned_once_and_stay_sha
     mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
     torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
     assert not torch.allclose(before, unchanged)
-
-
-@pytest.mark.parametrize("row_order", ops.ROW_ORDERS)
-def test_a_correction_is_not_state(row_order):
-    stock = nn.Linear(12, 36)
-    parent = nn.ModuleDict(dict(qkv=stock, k=nn.Linear(12, 12)))
-    condition_linear(parent, "qkv", IdentityCorrection(targets=("q",)), ("q", "k", "v"), 3, row_order)
-    condition_linear(parent, "k", IdentityCorrection(targets=("q",)), ("k",), 3)
-    assert list(conditioned_projections(parent)) == ["qkv"]
-    assert list(parent["qkv"].state_dict()) == ["weight", "bias"] and not list(parent.buffers())
-    assert parent["qkv"].weight is stock.weight and parent["qkv"].bias is stock.bias
-    with pytest.raises(ValueError, match="not a multiple"):
-        ConditionedLinear(nn.Linear(8, 20), IdentityCorrection(), ProjectionLayout(("q", "k", "v"), 2))
-    frozen = ConditionedLinear(stock.requires_grad_(False).eval(), IdentityCorrection(), parent["qkv"].layout)
-    assert not frozen.training and not frozen.folded().weight.requires_grad
 
 
 def test_interleaved_rows():

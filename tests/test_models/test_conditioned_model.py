@@ -16,7 +16,7 @@ from mmengine.runner import load_checkpoint, save_checkpoint
 from mmengine.structures import InstanceData
 
 import mmspectral
-from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
+from mmspectral.layers import ConditionedMultiheadAttention
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/any_model/mask2former_r50_spectral-decoder_8xb2-lsj-50e_coco.py"
 

@@ -4,7 +4,7 @@ Counted are the bytes that torch's CPU allocator holds, from its profiler: all
 tensors of the step, also the temporary ones inside operators and the gradients.
 Not counted are parameters and images, which are there before, memory that
 libraries such as oneDNN take for themselves, fragmentation, and what a GPU's
-kernels would need. Whole processes: tools/analysis_tools/benchmark_conditioning.py.
+kernels would need. Whole processes: tools/analysis_tools/benchmark.py conditioning.
 """
 
 import pytest

@@ -11,8 +11,8 @@ from mmpretrain.models.utils import MultiheadAttention
 from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
 from torch import nn
 
+from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
-from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
 from mmspectral.models.backbones.vit import SpectralViT
 from mmspectral.models.necks import Feature2Pyramid

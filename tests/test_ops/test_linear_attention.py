@@ -5,15 +5,22 @@ import itertools
 import pytest
 import torch
 
-from mmspectral.ops.random_features import causal, chunked, reference
-from mmspectral.ops.random_features.attention import attend, kernel_logits, linear_attention, summarise_keys
-from mmspectral.ops.random_features.baselines import (
+from mmspectral.ops.random_features import (
+    attend,
+    causal,
+    chunked,
     constant_attention,
+    draw_projection,
+    fold_features,
+    kernel_logits,
+    linear_attention,
     position_codes,
+    reference,
+    sharp_proposal,
     softmax_attention,
+    summarise_keys,
     uniform_attention,
 )
-from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
 
 F64 = torch.float64
 
@@ -203,7 +210,7 @@ def test_queries_that_see_no_key_get_zero_and_no_gradient(small_chunks, causal):
 
 
 def test_per_head_scales_a_thousandfold_apart():
-    """With the maximum detached: values and gradients where heads differ by 1e3."""
+    """Values and gradients where heads differ by 1e3."""
     leaves, w = problem(N=9, L=9)
     scales = torch.tensor([1e-3, 1.0], dtype=F64).view(1, 2, 1, 1)
     q, k, v, M = leaves

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from mmspectral.ops.random_features import reference
-from mmspectral.ops.random_features.attention import kernel_logits
-from mmspectral.ops.random_features.features import (
+from mmspectral.ops.random_features import (
     Proposal,
     draw_projection,
     fold_features,
+    kernel_logits,
+    reference,
     sharp_proposal,
     theorem_3_2_proposal,
 )

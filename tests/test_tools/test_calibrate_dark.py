@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 from mmspectral.analysis import calibrate_checkpoint, calibration_batches, checkpoint_inputs, see
 from mmspectral.errors import UsageError
 from mmspectral.layers import feature_kernels
-from mmspectral.ops.random_features.features import draw_projection
+from mmspectral.ops.random_features import draw_projection
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "data" / "toy_classification"

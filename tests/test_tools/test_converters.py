@@ -5,23 +5,28 @@ import re
 import runpy
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from mmspectral.checkpoints.convert import convert, fold_file, publish, unfold_file
-from mmspectral.checkpoints.files import find_weights, read_checkpoint
-from mmspectral.checkpoints.load import load_backbone
+from mmspectral.checkpoints import (
+    convert,
+    find_weights,
+    fold_file,
+    load_backbone,
+    publish,
+    read_checkpoint,
+    unfold_file,
+)
 from mmspectral.compat.checkpoints import FORCE_UNSAFE
 from mmspectral.errors import UsageError
 from mmspectral.layers import METADATA_KEY
 from mmspectral.models.backbones import SpectralSwin, SpectralXCiT
 from mmspectral.registry import MODELS
+from tests.helpers import TOOLS
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2])
 SMALL = dict(embed_dims=32, depth=1, num_heads=4)
 IDENTITY = dict(type="IdentityCorrection", scale=0.5)
@@ -59,7 +64,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_to_every_naming_and_back(suffix, tmp_path):
-    """timm loads the result strictly, and what comes back loads strictly into stock code."""
+    """Timm loads the result strictly, and what comes back loads strictly into stock code."""
     timm_swin = pytest.importorskip("timm.models.swin_transformer")
     model = classifier().eval()
     current = save(model, tmp_path / "ours.pth", meta=dict(epoch=3))
@@ -222,7 +227,7 @@ def run(monkeypatch, capsys):
     """Return a function that runs a command line in this process and returns its exit status and output."""
 
     def run_in_process(name, *arguments):
-        tool = ROOT / "tools" / "model_converters" / name
+        tool = TOOLS / "model_converters" / name
         monkeypatch.setattr(sys, "argv", [str(tool), *map(str, arguments)])
         status = 0
         try:

@@ -19,14 +19,15 @@ from torch.testing import assert_close
 
 from mmspectral.apis import predict
 from mmspectral.compat.__main__ import FILE_NAME, LINE
+from tests.helpers import CONFIGS, class_folders
 
-ROOT = Path(__file__).resolve().parents[2]
+MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 MMPRETRAIN_TOOLS = Path(find_spec("mmpretrain").origin).parent / ".mim" / "tools"
 CLASSES = ["bright", "dark"]
 
 # The pipelines and the backbone are those of the shipped config.
 CLASSIFIER = f"""
-_base_ = {str(ROOT / "configs" / "deit" / "spectral-deit-tiny_4xb256_in1k.py")!r}
+_base_ = {str(CONFIGS / "deit" / "spectral-deit-tiny_4xb256_in1k.py")!r}
 model = dict(head=dict(num_classes=2), train_cfg=None)
 data_preprocessor = dict(num_classes=2)
 loader = dict(
@@ -158,12 +159,7 @@ def detector(quickstart_config, tmp_path_factory):
 def classifier(run_script, tmp_path_factory):
     """Folder of a config, its images, and a run of two iterations by mmpretrain's own script."""
     folder = tmp_path_factory.mktemp("classifier")
-    rng = np.random.default_rng(0)
-    for name in CLASSES:
-        (folder / "data" / name).mkdir(parents=True)
-        for number in range(2):
-            picture = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-            cv2.imwrite(str(folder / "data" / name / f"{number}.png"), picture)
+    class_folders(folder / "data", CLASSES, size=(40, 50))
     (folder / "config.py").write_text(CLASSIFIER.replace("DATA", str(folder / "data")))
     run_script(MMPRETRAIN_TOOLS / "train.py", folder / "config.py", "--work-dir", folder)
     return folder
@@ -265,3 +261,20 @@ def test_mmpretrains_own_test_script(run_script, classifier, direct_classifier, 
     assert len(found) == 4
     for sample in found:
         assert_close(sample["pred_score"], direct_classifier(sample["img_path"])[0])
+
+
+def test_mmdets_own_train_script_resumes_exactly(
+    run_script, quickstart_config, tiny_options, trained_quickstart, tmp_path
+):
+    """From a checkpoint of tools/train.py, by a child of the config that has custom hooks of its own."""
+    config = tmp_path / "child.py"
+    config.write_text(f"_base_ = {str(quickstart_config)!r}\ncustom_hooks = [dict(type='EmptyCacheHook')]\n")
+    options = ["--cfg-options", *tiny_options, "train_cfg.max_epochs=2"]
+    for folder, flags in dict(straight=[], resumed=["--resume", trained_quickstart / "epoch_1.pth"]).items():
+        run_script(MMDET_TOOLS / "train.py", config, "--work-dir", tmp_path / folder, *flags, *options)
+    straight, resumed = (
+        torch.load(tmp_path / folder / "epoch_2.pth", weights_only=False) for folder in ("straight", "resumed")
+    )
+    for name, value in straight["state_dict"].items():
+        assert torch.equal(value, resumed["state_dict"][name]), name
+    assert not (tmp_path / "resumed" / "epoch_1.pth").exists()

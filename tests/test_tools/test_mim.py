@@ -3,22 +3,19 @@
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from mmspectral.compat.environment import family_in_use
+from tests.helpers import ROOT, TOY, output_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("mim") is None, reason="needs openmim, or onedl-mim for the onedl packages"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests" / "data" / "toy_classification"
 FORKS = family_in_use() == "onedl"
 # The forks' mim knows packages by the names of their distributions.
 MMDET, MMPRETRAIN = ("onedl-mmdetection", "onedl-mmpretrain") if FORKS else ("mmdet", "mmpretrain")
@@ -32,19 +29,9 @@ train_dataloader = val_dataloader = test_dataloader = dict(persistent_workers=Fa
 
 
 def mim(*arguments, path=()):
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, path)), CUDA_VISIBLE_DEVICES="-1")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mim", *map(str, arguments)],
-        # It asks before it installs what it does not find, and gets no answer.
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env=environment,
-        timeout=290,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    # It asks before it installs what it does not find, and gets no answer: pytest gives no input.
+    path = os.pathsep.join(map(str, path))
+    return output_of(sys.executable, "-W", "ignore", "-m", "mim", *arguments, cwd="/", PYTHONPATH=path)
 
 
 @pytest.mark.parametrize("command", [("run", MMDET, "train"), ("train", MMDET)], ids=" ".join)

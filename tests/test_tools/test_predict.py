@@ -18,7 +18,9 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from mmspectral.apis import find_images, predict
-from mmspectral.datasets.coco_ids import COCO_CATEGORY_IDS, category_ids, image_ids, read_annotations
+from mmspectral.apis.detection import COCO_CATEGORY_IDS, category_ids
+from mmspectral.apis.prediction import image_ids
+from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.errors import UsageError
 
 CLASSES = ("disk", "square")
@@ -114,6 +116,7 @@ def test_detections_are_coco_results(predicted):
         "b/1.bmp": 1,
     }
     assert coco.dataset["categories"] == [dict(id=1, name="disk"), dict(id=2, name="square")]
+    assert [path.name for path in result.unreadable] == ["broken.jpg", "empty.jpg"]
     assert len(boxes.anns) == len(result.records) == 15
     for record in json.loads((out / "results.json").read_text()):
         x, y, width, height = record["bbox"]
@@ -121,13 +124,8 @@ def test_detections_are_coco_results(predicted):
         assert record["category_id"] in (1, 2)
         assert record["segmentation"]["size"] == [40, 60]
         assert 0 < record["score"] < 1
-
-
-def test_masks_are_measured_by_their_own_area(predicted):
-    out, _ = predicted
     coco, masks = coco_results(out, "results.segm.json")
-    for annotation in masks.anns.values():
-        assert annotation["area"] == masks.annToMask(annotation).sum()
+    assert all(annotation["area"] == masks.annToMask(annotation).sum() for annotation in masks.anns.values())
 
 
 @pytest.mark.parametrize(("name", "kind"), [("results.json", "bbox"), ("results.segm.json", "segm")])
@@ -151,7 +149,7 @@ def test_pictures_show_the_predictions(predicted, detector, tmp_path):
     out, result = predicted
     names = {path.relative_to(out / "vis").as_posix() for path in (out / "vis").rglob("*.*")}
     assert names == {"000000000139.jpg", "cat.png", "b/1.bmp.jpg"}
-    image = next(path for path in result.unreadable).parent / "cat.png"
+    image = result.unreadable[0].parent / "cat.png"
     original = cv2.imread(str(image))
     assert (cv2.imread(str(out / "vis" / "cat.png")) != original).any()
     run_detector(detector, [image], tmp_path, score_thr=0.99)
@@ -159,12 +157,6 @@ def test_pictures_show_the_predictions(predicted, detector, tmp_path):
         assert (cv2.imread(str(tmp_path / "vis" / "cat.png")) == original).all()
     run_detector(detector, [image], tmp_path / "none", pictures=False)
     assert not (tmp_path / "none" / "vis").exists()
-
-
-def test_unreadable_images_are_left_out_and_reported(predicted):
-    _, result = predicted
-    assert [path.name for path in result.unreadable] == ["broken.jpg", "empty.jpg"]
-    assert {image["file_name"] for image in result.images}.isdisjoint({"broken.jpg", "empty.jpg"})
 
 
 def test_batches_do_not_change_the_detections(predicted, detector, tmp_path):
@@ -180,17 +172,15 @@ def test_batches_do_not_change_the_detections(predicted, detector, tmp_path):
 def test_ids_of_an_annotation_file_win(detector, predicted, tmp_path):
     images = predicted[1].unreadable[0].parent
     categories = [dict(id=7, name="square"), dict(id=5, name="disk")]
+    ann_file = str(tmp_path / "ann.json")
     content = dict(images=[dict(id=900, file_name="x/cat.png")], categories=categories, annotations=[])
-    (tmp_path / "ann.json").write_text(json.dumps(content))
-    result = run_detector(detector, [images / "cat.png"], tmp_path, ann_file=str(tmp_path / "ann.json"))
+    Path(ann_file).write_text(json.dumps(content))
+    result = run_detector(detector, [images / "cat.png"], tmp_path, ann_file=ann_file)
     assert {record["image_id"] for record in result.records} == {900}
     assert {record["category_id"] for record in result.records} <= {5, 7}
-    assert json.loads((tmp_path / "images.json").read_text())["categories"] == [
-        dict(id=5, name="disk"),
-        dict(id=7, name="square"),
-    ]
+    assert json.loads((tmp_path / "images.json").read_text())["categories"] == categories[::-1]
     with pytest.raises(UsageError, match=r"139\.jpg is not in the annotation file"):
-        run_detector(detector, [images / "000000000139.jpg"], tmp_path, ann_file=str(tmp_path / "ann.json"))
+        run_detector(detector, [images / "000000000139.jpg"], tmp_path, ann_file=ann_file)
 
 
 def test_checkpoint_without_class_names_takes_those_of_the_config(detector, predicted, tmp_path):
@@ -206,13 +196,13 @@ def test_category_ids():
     from mmdet.datasets import CocoDataset
 
     coco = CocoDataset.METAINFO["classes"]
-    ids, source = category_ids(coco, coco_classes=coco)
+    ids, source = category_ids(coco)
     assert source == "COCO's own"
     by_name = dict(zip(coco, ids, strict=True))
     # As in instances_val2017.json.
     assert (by_name["person"], by_name["stop sign"], by_name["sink"], by_name["toothbrush"]) == (1, 13, 81, 90)
     assert len(set(COCO_CATEGORY_IDS)) == 80
-    assert category_ids(coco[:2], coco_classes=coco) == ([1, 2], "counted from 1")
+    assert category_ids(coco[:2]) == ([1, 2], "counted from 1")
     with pytest.raises(UsageError, match="square"):
         category_ids(CLASSES, dict(categories=[dict(id=1, name="disk")]))
 
@@ -241,6 +231,14 @@ def test_images_are_found_once(tmp_path):
     assert find_images([str(b), str(tmp_path), str(tmp_path / "**" / "*.jpg")]) == [b, a, c]
     with pytest.raises(UsageError, match=r"nothing\*"):
         find_images([str(tmp_path / "nothing*")])
+
+
+@pytest.mark.parametrize("wrong", ["config", "checkpoint", "images", "--ann-file"])
+def test_mistyped_paths_are_named_in_one_line(run_tool, toy_config, wrong, tmp_path):
+    given = dict(config=toy_config, checkpoint=toy_config, images=toy_config) | {wrong: tmp_path / "mistyped"}
+    options = ["--ann-file", given.pop("--ann-file")] if wrong.startswith("--") else []
+    result = run_tool("predict.py", *given.values(), "-o", tmp_path / "out", *options)
+    assert result.returncode == 2 and "mistyped" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_the_command_classifies_and_reports_what_it_cannot_read(run_tool, toy_config, trained, tmp_path):

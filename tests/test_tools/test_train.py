@@ -6,6 +6,7 @@ import os
 import pickle
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine.runner.launch import enable_amp, enable_lr_scaling, prepare_cfg_for_device, set_resume
 from mmspectral.engine.runner.testing import predictions_writer, show_predictions, use_test_time_augmentation
 from mmspectral.errors import UsageError
-from tests.helpers import ROOT, run_python
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def scalars(work_dir):
@@ -37,18 +39,13 @@ def isolated(toy_config, tmp_path, monkeypatch, loaders):
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cpu")
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cuda")
-
-
 def amp_config(**settings):
     return Config(dict(optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1), **settings)))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cpu")
 
 
 def test_amp_trains_in_float32_without_a_gpu_and_says_so(trained):
@@ -136,14 +133,14 @@ def test_mistakes_are_named_in_one_line(toy_config, monkeypatch, capsys, isolate
         ("misc/print_config.py", ["nowhere.py"]),
     ],
 )
-def test_a_mistyped_path_is_reported_before_heavy_imports(toy_config, tool, arguments):
+def test_a_mistyped_path_is_reported_before_heavy_imports(run_command, toy_config, tool, arguments):
     arguments = [tool, *(toy_config if argument == "CONFIG" else argument for argument in arguments)]
     code = (
         f"import runpy, sys; sys.argv = {arguments!r}\n"
         f"try: runpy.run_path({str(ROOT / 'tools' / tool)!r}, run_name='__main__')\n"
         "except SystemExit as stopped: print(stopped.code, {'torch', 'mmdet', 'mmpretrain'} & sys.modules.keys())\n"
     )
-    assert run_python(code).stdout.splitlines()[-1] == "2 set()"
+    assert "2 set()" in run_command(sys.executable, "-c", code).splitlines()
 
 
 def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path):
@@ -180,7 +177,7 @@ def test_checkpoints_are_read_safely_unless_trusted(isolated, flags, switch):
     assert [name for name in (FORCE_SAFE, FORCE_UNSAFE) if os.environ.get(name) == "1"] == [switch]
 
 
-def test_amp_goes_from_every_wrapper_on_a_cpu(on_cpu):
+def test_amp_goes_from_every_wrapper_on_a_cpu():
     cfg = amp_config()
     enable_amp(cfg)
     assert cfg.optim_wrapper.type == "AmpOptimWrapper"
@@ -196,7 +193,8 @@ def test_amp_goes_from_every_wrapper_on_a_cpu(on_cpu):
     assert prepare_cfg_for_device(several) == []
 
 
-def test_nothing_changes_on_a_gpu(on_gpu):
+def test_nothing_changes_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("mmspectral.engine.runner.launch.get_device", lambda: "cuda")
     cfg = amp_config(type="AmpOptimWrapper", dtype="bfloat16")
     cfg.merge_from_dict(dict(launcher="pytorch", model=dict(norm_cfg=dict(type="SyncBN"))))
     before = cfg.to_dict()
@@ -204,7 +202,7 @@ def test_nothing_changes_on_a_gpu(on_gpu):
     assert cfg.to_dict() == before
 
 
-def test_sync_norm_goes_only_with_cpu_ranks(on_cpu):
+def test_sync_norm_goes_only_with_cpu_ranks():
     model = dict(neck=[dict(norm_cfg=dict(type="SyncBN", requires_grad=True))])
     alone = Config(dict(launcher="none", model=model))
     assert prepare_cfg_for_device(alone) == []

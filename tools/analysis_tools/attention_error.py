@@ -19,9 +19,14 @@ import numpy as np
 import torch
 
 from mmspectral.analysis.dark_calibration import Fit
-from mmspectral.ops.random_features.attention import linear_attention
-from mmspectral.ops.random_features.baselines import constant_attention, softmax_attention, uniform_attention
-from mmspectral.ops.random_features.features import draw_projection, theorem_3_2_proposal
+from mmspectral.ops import (
+    constant_attention,
+    draw_projection,
+    linear_attention,
+    softmax_attention,
+    theorem_3_2_proposal,
+    uniform_attention,
+)
 
 FIXED_SHIFT = Fit(shift=False)
 CALIBRATED = {

@@ -172,9 +172,7 @@ def build_attention(name: str, args: argparse.Namespace) -> tuple[Callable, list
     """Return attention as a function of q, k, v, and its parameters."""
     import torch
 
-    from mmspectral.ops.random_features.attention import linear_attention
-    from mmspectral.ops.random_features.baselines import softmax_attention
-    from mmspectral.ops.random_features.features import draw_projection, fold_features, sharp_proposal
+    from mmspectral.ops import draw_projection, fold_features, linear_attention, sharp_proposal, softmax_attention
 
     h, d, m = args.heads, args.head_dim, args.features
     if name == "softmax":

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from mmspectral.arguments import add_config_arguments, read_config, report_usage_errors
-from mmspectral.datasets.check import check_dataset
+from mmspectral.datasets import check_dataset
 
 
 def parse_args() -> argparse.Namespace:

@@ -16,11 +16,7 @@ Rules = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Template:
-    """The beginning of dotted names, such as ``"stages.{i}.downsample"``.
-
-    Args:
-        text: With placeholders ``{i}``, ``{i+1}`` or ``{2i}`` for whole numbers.
-    """
+    """The beginning of dotted names, such as ``"stages.{i}.downsample"``."""
 
     text: str
 
@@ -48,13 +44,7 @@ def _pattern(text: str) -> re.Pattern:
 
 
 def rename(name: str, rules: Rules, reverse: bool = False) -> str:
-    """Return ``name`` under the first rule whose beginning it has; without one it stays.
-
-    Args:
-        name: Dotted name of a tensor or a module.
-        rules: Pairs (mmpretrain's template, the other naming's).
-        reverse: From the other naming to mmpretrain's.
-    """
+    """Return ``name`` under the first rule whose beginning it has; without one it stays."""
     for pair in rules:
         source, target = (Template(text) for text in (reversed(pair) if reverse else pair))
         found = source.match(name)

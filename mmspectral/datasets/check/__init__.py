@@ -1,4 +1,4 @@
-"""What is wrong with a config's data, found before the first iteration."""
+"""The check of a config's data before the first iteration."""
 
 from mmspectral.datasets.check.check import check_before_training, check_dataset
 from mmspectral.datasets.check.report import DatasetReport, SplitReport

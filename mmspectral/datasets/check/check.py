@@ -1,4 +1,4 @@
-"""Check the datasets of a config against each other and against the heads of its model."""
+"""The datasets of a config, checked one by one, against each other and against the heads of the model."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,18 +8,17 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import DefaultScope
 
-from mmspectral.datasets.check.coco import CocoUse, check_coco
-from mmspectral.datasets.check.files import check_overlap
-from mmspectral.datasets.check.folders import check_folders, check_list
-from mmspectral.datasets.check.heads import check_heads
-from mmspectral.datasets.check.report import DatasetReport, SplitReport
-from mmspectral.datasets.check.settings import wrong_classes, wrong_settings
+from mmspectral.datasets.check.classification import check_folders, check_list
+from mmspectral.datasets.check.coco import CocoUse, are_numbers, check_coco
+from mmspectral.datasets.check.report import DatasetReport, SplitReport, check_overlap
 from mmspectral.errors import UsageError
 from mmspectral.registry import DATASETS
 
 SPLITS = ("train", "val", "test")
 # Datasets whose files are checked, and under which key they have the folder of their images.
 _IMAGES = {"mmdet.CocoDataset": "img", "mmpretrain.CustomDataset": "img_path"}
+# Parts whose num_classes are not those of the dataset: proposals are one class, stuff maps and teachers have their own.
+_OTHER_CLASSES = {"backbone", "neck", "rpn_head", "semantic_head", "teacher", "teacher_config", "train_cfg", "test_cfg"}
 _READING = ("load_data_list", "parse_data_info")
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -34,9 +33,6 @@ def check_dataset(cfg: Config, splits: Sequence[str] = SPLITS) -> DatasetReport:
     Args:
         cfg: Config with ``model`` and dataloaders.
         splits: Which dataloaders are looked at, out of ``"train"``, ``"val"``, ``"test"``.
-
-    Returns:
-        What was found. The annotation files are read once, and not kept.
     """
     report = DatasetReport([])
     seen: list[Mapping] = []
@@ -96,16 +92,15 @@ def _check_split(name: str, settings: Mapping, cfg: Config) -> SplitReport:
         report.warnings.append(f"It is not checked, as it cannot be built with lazy_init=True: {error}")
         return report
     classes = getattr(dataset, "metainfo", {}).get("classes")
-    report.errors += wrong_classes(classes)
+    report.errors += _wrong_classes(classes)
     if report.errors:
         return report
     report.classes = None if classes is None else tuple(classes)
     report.open_vocabulary = bool(getattr(dataset, "return_classes", False))
-    kinds = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(dataset).__mro__}
     kind = next((kind for kind in _IMAGES if _reads_as(dataset, kind)), None)
     if (getattr(dataset, "backend_args", None) or {}).get("backend", "local") != "local":
         report.warnings.append("Only its classes are checked, as its files do not lie on this machine.")
-    elif kind and (wrong := wrong_settings(dataset, _IMAGES[kind])):
+    elif kind and (wrong := _wrong_settings(dataset, _IMAGES[kind])):
         report.errors += wrong
     elif kind == "mmdet.CocoDataset" and report.classes is not None:
         report.source = dataset.ann_file
@@ -118,19 +113,19 @@ def _check_split(name: str, settings: Mapping, cfg: Config) -> SplitReport:
             check_folders(report, dataset.img_prefix, dataset.is_valid_file)
     elif report.classes is not None:
         report.counts["classes"] = str(len(report.classes))
-        if "mmspectral.ShapesDataset" not in kinds:  # which is checked by its hash
+        if "mmspectral.ShapesDataset" not in map(_name, type(dataset).__mro__):  # which is checked by its hash
             report.warnings.append(f"Only its classes are checked, as {type(dataset).__name__} is of no known form.")
     return report
 
 
 def _reads_as(dataset: Any, kind: str) -> bool:
     """Return whether a dataset reads its files by the code of ``kind``, which subclasses may replace."""
-    package, _, name = kind.partition(".")
-    for cls in type(dataset).__mro__:
-        if cls.__name__ == name and cls.__module__.partition(".")[0] == package:
-            same = (getattr(type(dataset), method, None) is getattr(cls, method, None) for method in _READING)
-            return all(same)
-    return False
+    cls = next((cls for cls in type(dataset).__mro__ if _name(cls) == kind), None)
+    return cls is not None and all(getattr(type(dataset), m, None) is getattr(cls, m, None) for m in _READING)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
 
 def _coco_use(dataset: Any, settings: Mapping) -> CocoUse:
@@ -171,3 +166,98 @@ def _compare(report: DatasetReport, cfg: Config) -> None:
             )
         if first.name.startswith("train"):
             report.warnings += check_overlap(first, second)
+
+
+def _wrong_classes(classes: Any) -> list[str]:
+    if classes is None or (isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)):
+        return []
+    if isinstance(classes, str):
+        return [f"classes is the string {classes!r}; write metainfo=dict(classes=({classes!r},))."]
+    return [_sentence("classes", classes, "a tuple of names")]
+
+
+def _wrong_settings(dataset: Any, images: str) -> list[str]:
+    """Say which settings of a dataset with images in ``data_prefix[images]`` mmdet or mmpretrain cannot read."""
+    filters, prefix, indices = dataset.filter_cfg or {}, dataset.data_prefix, dataset._indices
+    min_size = filters.get("min_size", 0) if isinstance(filters, Mapping) else 0
+    has_images = isinstance(prefix, Mapping) and images in prefix and all(map(_is_path, prefix.values()))
+    numbers = indices if isinstance(indices, (list, tuple)) else [0 if indices is None else indices]
+    rules = (
+        (_is_path(dataset.ann_file), "ann_file", dataset.ann_file, "a path"),
+        (has_images, "data_prefix", prefix, f"a dict of paths with the key {images!r}"),
+        (isinstance(filters, Mapping), "filter_cfg", filters, "a dict"),
+        (are_numbers([min_size]), "min_size", min_size, "a number of pixels"),
+        (all(isinstance(n, int) for n in numbers), "indices", indices, "a number of images or their indices"),
+    )
+    return [_sentence(name, value, wanted) for holds, name, value, wanted in rules if not holds]
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _sentence(name: str, value: Any, wanted: str) -> str:
+    return f"{name} is {value!r}; it must be {wanted}."
+
+
+def head_classes(model: Mapping) -> dict[str, int]:
+    """Return the number of classes of each head, by its dotted name in the config.
+
+    Heads are the parts named ``...head``, alone or in a list (Cascade), at any
+    depth (``roi_head.bbox_head``, test-time augmentation, semi-supervision);
+    those with things and stuff (MaskFormer, Mask2Former) count both. Besides,
+    mmpretrain's ``data_preprocessor`` and losses count classes for mixed labels,
+    and a list of class weights has one for each class and one for none.
+    """
+    return dict(_counts(model, "model"))
+
+
+def check_heads(model: Mapping, classes: Sequence[str]) -> list[str]:
+    """Return one sentence for each head that has not as many classes as the dataset."""
+    return [
+        f"{name} is for {count} classes, but the dataset has {len(classes)} ({_listed(classes)}). Set it to "
+        f"{len(classes)}: the number of classes, not the largest category id, and without the background."
+        for name, count in head_classes(model).items()
+        if count != len(classes)
+    ]
+
+
+def _counts(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, (list, tuple)):
+        for index, item in enumerate(node):
+            yield from _counts(item, f"{path}[{index}]")
+        return
+    if not isinstance(node, Mapping):
+        return
+    part = path.rpartition(".")[2].partition("[")[0]
+    # A mask head with one mask for all classes ignores its num_classes.
+    if (part.endswith("head") or part == "data_preprocessor") and not node.get("class_agnostic", False):
+        yield from _own_counts(node, path)
+    for key, value in node.items():
+        if key not in _OTHER_CLASSES and isinstance(key, str):
+            yield from _counts(value, f"{path}.{key}")
+
+
+def _own_counts(head: Mapping, path: str) -> Iterator[tuple[str, int]]:
+    things, stuff = head.get("num_things_classes"), head.get("num_stuff_classes", 0)
+    if _is_count(head.get("num_classes")):
+        yield f"{path}.num_classes", head["num_classes"]
+    elif _is_count(things) and _is_count(stuff):
+        yield f"{path}.num_things_classes + num_stuff_classes", things + stuff
+    for name in ("loss_cls", "loss"):
+        loss = head.get(name)
+        if not isinstance(loss, Mapping):
+            continue
+        weights = loss.get("class_weight")
+        if name == "loss_cls" and isinstance(weights, (list, tuple)) and not loss.get("use_sigmoid", False):
+            yield f"{path}.{name}.class_weight (its length less one for the background)", len(weights) - 1
+        if _is_count(loss.get("num_classes")):
+            yield f"{path}.{name}.num_classes", loss["num_classes"]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _listed(classes: Sequence[str]) -> str:
+    return ", ".join(map(str, classes[:4])) + (", ..." if len(classes) > 4 else "")

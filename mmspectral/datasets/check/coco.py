@@ -1,16 +1,19 @@
-"""What is wrong with a COCO annotation file, and what of it a detector gets to see."""
+"""COCO annotation files and the masks in them: what is wrong, and what of it a detector gets to see."""
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mmspectral.datasets.check.files import check_files
-from mmspectral.datasets.check.report import SplitReport, Tally
-from mmspectral.datasets.check.segmentation import KEPT, LIMIT, STOPS, are_numbers, mask_problem
-from mmspectral.datasets.coco_ids import read_annotations
+from mmspectral.datasets.check.report import SplitReport, Tally, check_files
 from mmspectral.errors import UsageError
 
+LIMIT = 1e9  # no image has as many pixels in a row; float32 boxes cannot resolve it either
+_NUMBERS = {int, float}
+# What mmdet does about a problem: raise, leave the object out, or train with it all the same.
+STOPS, DROPPED, KEPT = "stops", "dropped", "kept"
 # COCO's area ranges in square pixels, by the end of the names of their metrics.
 _RANGES = {"small (AP_s)": (0, 32**2), "medium (AP_m)": (32**2, 96**2), "large (AP_l)": (96**2, LIMIT**2)}
 
@@ -38,15 +41,23 @@ class CocoUse:
     indices: int | Sequence[int] | None = None
 
 
-def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: CocoUse) -> None:
-    """Check an annotation file and the images it names; what is found goes into ``report``.
+def read_annotations(path: str | Path) -> dict:
+    """Return the contents of a COCO annotation file.
 
-    Args:
-        report: Report of the dataset.
-        ann_file: Path of the file.
-        folder: Folder of the images; None leaves them alone.
-        use: What the dataset does with the file.
+    Raises:
+        UsageError: There is no such file, or it is no such file.
     """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"The annotation file {path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not {"images", "categories"} <= content.keys():
+        raise UsageError(f"{path} is no COCO annotation file: it has no lists 'images' and 'categories'.")
+    return content
+
+
+def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: CocoUse) -> None:
+    """Check an annotation file and, in ``folder`` if it is not None, its images; fill ``report``."""
     try:
         content = read_annotations(ann_file)
     except UsageError as error:
@@ -253,3 +264,86 @@ def _is_id(value: Any) -> bool:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+
+
+def are_numbers(values: Any) -> bool:
+    """Return whether ``values`` is a list of finite numbers of a sensible size."""
+    # JSON may hold NaN and integers too large for a float; the comparisons come before the sum for the sake of both.
+    return (
+        isinstance(values, list)
+        and set(map(type, values)) <= _NUMBERS
+        and (not values or (min(values) > -LIMIT and max(values) < LIMIT and sum(values) == sum(values)))
+    )
+
+
+def mask_problem(segmentation: Any, height: int, width: int) -> tuple[str, str]:
+    """Say what is wrong with polygons or run lengths of an image of that size, and what mmdet does about it.
+
+    Returns:
+        The problem, or ``""``; and :data:`STOPS`, :data:`DROPPED` or :data:`KEPT`.
+    """
+    if not segmentation:
+        return "objects have no segmentation, which the pipeline's LoadAnnotations(with_mask=True) needs", STOPS
+    if isinstance(segmentation, list):
+        return _polygons_problem(segmentation)
+    if not isinstance(segmentation, Mapping):
+        return "segmentations are neither a list of polygons nor a dict of run lengths", STOPS
+    return _run_lengths_problem(segmentation, height, width)
+
+
+def _polygons_problem(polygons: list) -> tuple[str, str]:
+    short = flat = 0
+    for polygon in polygons:
+        if not are_numbers(polygon):
+            return "segmentations are no list of polygons [x1, y1, x2, y2, ...] of finite numbers", STOPS
+        if len(polygon) < 6 or len(polygon) % 2:
+            short += 1
+        else:
+            flat += not _has_area(polygon)
+    if short == len(polygons):
+        return "objects have only polygons of fewer than three corners or an odd count of numbers, so no mask", DROPPED
+    if short:
+        return "objects have polygons of fewer than three corners or an odd count of numbers beside others", KEPT
+    return "objects have polygons without area" if flat else "", KEPT
+
+
+def _has_area(polygon: list) -> bool:
+    xs, ys = polygon[::2], polygon[1::2]
+    if min(xs) == max(xs) or min(ys) == max(ys):
+        return False
+    # Longer polygons on one slanted line do not occur; summing all of COCO's would take most of the time.
+    return len(xs) > 4 or sum(xs[i - 1] * ys[i] - xs[i] * ys[i - 1] for i in range(len(xs))) != 0
+
+
+def _run_lengths_problem(mask: Mapping, height: int, width: int) -> tuple[str, str]:
+    counts = mask.get("counts")
+    if mask.get("size") != [height, width]:
+        return "masks as run lengths have another size than [height, width] of their image", STOPS
+    lengths = _decompressed(counts) if isinstance(counts, str) else counts
+    whole = isinstance(lengths, list) and lengths and set(map(type, lengths)) <= {int} and min(lengths) >= 0
+    if not whole or sum(lengths) != height * width:
+        return "masks as run lengths do not add up to height * width of their image", STOPS
+    return "", KEPT
+
+
+def _decompressed(counts: str) -> list[int] | None:
+    """Return the run lengths of COCO's compressed form, or None if it is none.
+
+    Six bits a character: five of the number, lowest first, and whether more
+    follow. From the fourth number on it is the difference to the last but one.
+    """
+    lengths: list[int] = []
+    value = shift = 0
+    for character in counts:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            return None
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        lengths.append(value + lengths[-2] if len(lengths) > 2 else value)
+        value = shift = 0
+    return None if shift else lengths

@@ -5,12 +5,14 @@ from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
 from mmspectral.engine.hooks.conditioning_hook import ConditioningHook
 from mmspectral.engine.hooks.correction_refresh import CorrectionRefreshHook
 from mmspectral.engine.hooks.dark_calibration_hook import DarkCalibrationHook
-from mmspectral.engine.hooks.due_validation import DueValidationHook
-from mmspectral.engine.hooks.early_stopping import EarlyStoppingHook
-from mmspectral.engine.hooks.epoch_seed import EpochSeedHook
+from mmspectral.engine.hooks.exact_resume import (
+    DueValidationHook,
+    EarlyStoppingHook,
+    EpochSeedHook,
+    ResumeCheckHook,
+)
 from mmspectral.engine.hooks.feature_redraw_hook import FeatureRedrawHook
 from mmspectral.engine.hooks.non_finite_guard import NonFiniteGuardHook
-from mmspectral.engine.hooks.resume_check import ResumeCheckHook
 
 __all__ = [
     "CheckpointFittingHook",

@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
 
-from mmspectral.checkpoints.load import fit_to_model
+from mmspectral.checkpoints import fit_to_model
 from mmspectral.registry import HOOKS
 
 

@@ -14,7 +14,7 @@ from mmspectral.registry import HOOKS
 class CorrectionRefreshHook(Hook):
     """Keep C up to date where ``conditioning`` has ``interval=n``: ``custom_hooks=[dict(type='mmspectral....')]``.
 
-    C is found again from W before updates 0, n, 2n, ... of the optimizer, of
+    C is recomputed from W before updates 0, n, 2n, ... of the optimizer, of
     which one takes ``accumulative_counts`` iterations. The rule depends on the
     iteration alone and C is in the checkpoint, so a resumed run continues as it
     would have. Ranks need not communicate: equal weights give equal C.
@@ -39,11 +39,7 @@ class CorrectionRefreshHook(Hook):
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         self._swap(runner, to_average=False)
 
-    def before_test_epoch(self, runner: Runner) -> None:
-        self._swap(runner, to_average=True)
-
-    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        self._swap(runner, to_average=False)
+    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Give the averaged copy, which becomes the ``state_dict`` of the checkpoint, the C of its W."""

@@ -1,5 +1,8 @@
-"""Stop training before the first non-finite loss or gradient reaches the weights."""
+"""Stop training before the first non-finite loss or gradient reaches the weights, and name the layer it came from."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -10,7 +13,8 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner, find_latest_checkpoint
 from torch import Tensor, nn
 
-from mmspectral.engine.hooks.non_finite_diagnosis import diagnose
+from mmspectral.analysis.projections import attention_projections
+from mmspectral.layers import attention_layers, probe_tokens
 from mmspectral.registry import HOOKS
 
 
@@ -24,12 +28,12 @@ class NonFiniteGuardHook(Hook):
     batch-norm statistics, has changed.) No checkpoint is written after the stop,
     so the last one is from before; the message names it, and, after repeating the
     failed batch, the layer, the largest attention logit and the largest kappa
-    (:func:`mmspectral.engine.hooks.non_finite_diagnosis.diagnose`).
+    (:func:`diagnose`).
 
     Under a ``GradScaler`` (``AmpOptimWrapper``) overflowing gradients are part of
     the search for a scale, and the scaler skips the update by itself. There
     the hook stops after ``max_skipped`` skipped updates in a row, at a scale
-    below 1, and at once for a non-finite loss, which no scale can mend.
+    below 1, and at once for a non-finite loss, which no scale can cure.
 
     Under gradient accumulation every iteration is checked, so that the failed
     batch is the last one. Each optimizer of an ``OptimWrapperDict`` is checked
@@ -58,7 +62,6 @@ class NonFiniteGuardHook(Hook):
         self._batch = None
 
     def before_train(self, runner: Runner) -> None:
-        """Register the hooks that see losses before the backward pass and gradients before the update."""
         self._model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         self._runner = runner
         wrapper = runner.optim_wrapper
@@ -116,11 +119,7 @@ class NonFiniteGuardHook(Hook):
         self._stepped.add(optimizer)
 
     def _check(self, gradients: list[Tensor], synchronized: bool) -> None:
-        """Stop if a loss of this iteration or one of ``gradients`` is not finite.
-
-        ``synchronized`` says that all ranks have the same gradients, so that all
-        of them stop here.
-        """
+        """Stop if a loss or gradient is not finite; ``synchronized``: all ranks have these gradients and stop here."""
         losses = [loss.float().mean() for loss in self._losses.values()]
         norms = list(torch._foreach_norm(gradients)) if gradients else []
         if not losses and not norms:
@@ -132,7 +131,8 @@ class NonFiniteGuardHook(Hook):
         # The norm of finite numbers may overflow.
         bad_gradients = [gradient for gradient in gradients if not gradient.isfinite().all()]
         if bad_losses:
-            self._stop(_values(bad_losses), repeat=synchronized and bool(bad_gradients))
+            values = ", ".join(f"{name} is {loss.float().mean().item()}" for name, loss in bad_losses.items())
+            self._stop(values, repeat=synchronized and bool(bad_gradients))
         if bad_gradients:
             self._stop(
                 f"the gradients of {len(bad_gradients)} of {len(gradients)} parameters are not finite",
@@ -173,5 +173,122 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
-def _values(losses: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} is {loss.float().mean().item()}" for name, loss in losses.items())
+def diagnose(model: nn.Module, batch: dict | tuple | list | None, wrapper: OptimWrapper) -> list[str]:
+    """Return sentences about the first layer of a ``BaseModel`` that fails on ``batch``.
+
+    Repeats forward and backward pass in training mode and in the precision of
+    ``wrapper``; gradients and buffers are left as they were. Gradients are looked at
+    before clipping, which spreads one non-finite number over all of them. A failure
+    that hangs on dropout or augmentation may not come back. The largest logit is that
+    of finite logits of the first sample (window) of each attention layer, or of probe
+    tokens where what the layer gets is not finite.
+    """
+    sentences = _bad_weights(model)
+    if batch is not None:
+        try:
+            sentences += _repeat(model, batch, wrapper)
+        except Exception as error:  # it must not hide the stop that it explains
+            sentences.append(f"Repeating the batch raised {type(error).__name__}: {error}.")
+    return sentences + _worst_kappa(model)
+
+
+def _repeat(model: nn.Module, batch: dict | tuple | list, wrapper: OptimWrapper) -> list[str]:
+    failed: list[str] = []
+    logits: dict[str, float] = {}
+
+    def look(name: str, module: nn.Module, args: tuple, output: object) -> None:
+        if not failed and not all(map(_is_finite, _tensors(output))):
+            failed.append(name)
+
+    @torch.no_grad()
+    def measure(name: str, layer: nn.Module, args: tuple) -> None:
+        tokens = args[0][:1]
+        if not _is_finite(tokens):
+            tokens = probe_tokens(*tokens.shape[1:], correlation=0.5).to(tokens)
+        found = layer.attention_logits(tokens)
+        finite = found[found.isfinite()]
+        if finite.numel():
+            logits[name] = finite.abs().max().item()
+
+    handles = [
+        module.register_forward_hook(partial(look, name))
+        for name, module in model.named_modules()
+        if name and module is not model.data_preprocessor
+    ]
+    handles += [
+        layer.register_forward_pre_hook(partial(measure, name)) for name, layer in attention_layers(model).items()
+    ]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        with _buffers_kept(model), torch.enable_grad():
+            with wrapper.optim_context(model):
+                data = model.data_preprocessor(batch, True)
+                losses = model(**data, mode="loss") if isinstance(data, dict) else model(*data, mode="loss")
+            loss, _ = model.parse_losses(losses)
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    sentences = []
+    if not all(tensor.isfinite().all() for tensor in _tensors(data)):
+        sentences.append("The batch itself holds values that are not finite.")
+    bad = [name for (name, _), grad in zip(parameters.items(), gradients, strict=True) if not _is_finite(grad)]
+    if failed:
+        sentences.append(f"First layer with such an output: {failed[0]}.")
+    elif bad:
+        # The backward pass goes from the last layer to the first.
+        sentences.append(
+            f"The forward pass is finite; first parameter, from the loss back, with a gradient that is not: {bad[-1]}."
+        )
+    else:
+        sentences.append("Repeated, the last batch of this rank gives finite outputs and gradients.")
+    if logits:
+        name = max(logits, key=logits.get)
+        sentences.append(f"Largest attention logit: {logits[name]:.3g} in {name}.")
+    return sentences
+
+
+def _bad_weights(model: nn.Module) -> list[str]:
+    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    return [f"Parameters that are not finite: {', '.join(bad[:5])} ({len(bad)} in all)."] if bad else []
+
+
+def _worst_kappa(model: nn.Module) -> list[str]:
+    found = [
+        (after.kappa, f"{projection.name} ({role})")
+        for projection in attention_projections(model).values()
+        for role, (_, after) in projection.spectra().items()
+        if after.kappa == after.kappa
+    ]
+    if not found:
+        return []
+    kappa, name = max(found)
+    shown = "infinite (rank-deficient)" if kappa == float("inf") else f"{kappa:.3g}"
+    return [f"Largest condition number of a projection in use: {shown} in {name}."]
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(saved[name])
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(tensor.isfinite().all())
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

@@ -8,7 +8,7 @@ from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLay
 from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor, nn
 
-from mmspectral.checkpoints.position_embedding import GRID_KEY, find_grid, fit_pos_embed
+from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention

@@ -13,22 +13,12 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def condition_number(matrix: Tensor) -> Tensor:
-    """Return kappa = sigma_max / sigma_min of [..., rows, columns].
-
-    Returns:
-        A tensor [...]; infinite where the matrix is rank-deficient, as
-        :func:`condition_number_of` says.
-    """
+    """Return kappa = sigma_max / sigma_min of [..., rows, columns], as :func:`condition_number_of` does."""
     return condition_number_of(singular_values(matrix), matrix.shape)
 
 
 def condition_number_of(sigma: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return kappa of matrices of which the singular values are known.
-
-    Args:
-        sigma: Singular values [..., n], largest first, in the dtype that they
-            were computed in.
-        shape: [..., rows, columns] of the matrices.
+    """Return kappa of matrices [..., rows, columns] with the singular values ``sigma`` [..., n], largest first.
 
     Returns:
         A tensor [...]; infinite where the matrix is rank-deficient at working

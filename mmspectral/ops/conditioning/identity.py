@@ -63,15 +63,7 @@ def add_identity(
 def norm_factors(
     scales: Sequence[float], shape: tuple[int, int], layout: ProjectionLayout, scope: str, std: float
 ) -> tuple[float, ...]:
-    """Return the s of each projection with which s (W + lambda I) has the Frobenius norm of W, in expectation.
-
-    Args:
-        scales: lambda of each projection.
-        shape: (P * D, E) of the weight.
-        layout: Its rows.
-        scope: ``"full"`` or ``"head"``.
-        std: Standard deviation of the independent, centred entries of W at the start.
-    """
+    """Return the s of each projection with which s (W + lambda I) has the Frobenius norm of W, in expectation."""
     check_scope(scope)
     (rows, E), h = shape, layout.num_heads
     d = layout.rows_per_head(rows)

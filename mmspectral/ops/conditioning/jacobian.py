@@ -41,16 +41,7 @@ class EffectiveCondition:
 
 @dataclass(frozen=True)
 class JacobianBound:
-    """The factors of Theorem 3.4, each with its rank.
-
-    Args:
-        tokens: X [N, D].
-        softmax_derivative: Lambda [N^2, N^2].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        softmax: S [N, N].
-    """
+    """The factors of Theorem 3.4, each with its rank: X, Lambda, Wq, Wk, Wv and S."""
 
     tokens: EffectiveCondition
     softmax_derivative: EffectiveCondition
@@ -74,18 +65,7 @@ class JacobianBound:
 
 
 def attention(tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0) -> Tensor:
-    """Return A(X) = softmax(tau X Wq Wk^T X^T) X Wv.
-
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d], the transpose of what ``nn.Linear`` calls weight.
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau; 1 in the theorem, d^-1/2 in practice.
-
-    Returns:
-        A tensor [N, e].
-    """
+    """Return A(X) = softmax(tau X Wq Wk^T X^T) X Wv [N, e]; tau is ``scale``, 1 in the theorem."""
     return _softmax(tokens, query, key, scale) @ (tokens @ value)
 
 
@@ -93,13 +73,6 @@ def attention_jacobian(
     tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the derivatives of A(X) with respect to Wq, Wk and Wv by their closed forms (Theorem 3.3).
-
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau.
 
     Returns:
         Matrices [N e, D d], [N e, D d] and [N e, D e]; rows and columns follow
@@ -151,14 +124,6 @@ def jacobian_bound(
       part and N >= D, since each then sums to zero. For N > D the Jacobian is
       rank-deficient too (Wq G and Wk G^-T give the same function), so its kappa
       is also one over the non-zero singular values.
-
-    Args:
-        tokens: X [N, D].
-        query: Wq [D, d].
-        key: Wk [D, d].
-        value: Wv [D, e].
-        scale: tau.
-        rtol: See :func:`effective_condition`.
     """
     S = _softmax(tokens.double(), query.double(), key.double(), scale)
     blocks = torch.diag_embed(S) - S.unsqueeze(-1) * S.unsqueeze(-2)  # [N, N, N], symmetric and semi-definite

@@ -77,11 +77,7 @@ class ProjectionLayout:
         return (heads.transpose(dim, dim + 1) if self.heads_first else heads).flatten(dim, dim + 2)
 
     def split(self, weight: Tensor, scope: str = "full") -> Tensor:
-        """Return the matrices whose condition number the scope is about.
-
-        Args:
-            weight: Fused or separate weight [P * D, E].
-            scope: ``"full"`` or ``"head"``.
+        """Return the matrices of a weight [P * D, E] whose condition number the scope is about.
 
         Returns:
             [P, D, E] for scope ``full``, [P, h, d, E] for scope ``head``.

@@ -25,13 +25,10 @@ SQUARINGS = 8
 
 
 def svd_correction(matrix: Tensor) -> Tensor:
-    """Return sigma_max U V^T by an SVD.
+    """Return sigma_max U V^T of W [..., rows, columns] by an SVD.
 
     Directions of singular value zero are completed to orthonormal ones, so the
     sum with W has full rank, unless W = 0, whose correction is 0.
-
-    Args:
-        matrix: W [..., rows, columns].
 
     Returns:
         C, of the shape of W, in float32 or better, without gradient.
@@ -100,10 +97,6 @@ def optimal_quintic(lower: float, upper: float) -> tuple[tuple[float, float, flo
     Remez' exchange finds them: solve for (a, b, c, error) at trial points, move
     q and r to the zeros of p', repeat.
 
-    Args:
-        lower: Positive.
-        upper: Greater than ``lower``.
-
     Raises:
         ValueError: The interval is empty or reaches 0.
     """
@@ -132,10 +125,6 @@ def polar_schedule(kappa: float, n: int) -> tuple[tuple[float, float, float], ..
     They lie between 1 / (kappa sqrt(n)) and 1. A polynomial of error E puts them
     between 1 - E and 1 + E, from where the next one goes on; the last is the
     first after which kappa(W + C) <= (2 + E) / (1 - E) <= 2.05.
-
-    Args:
-        kappa: Largest condition number of W.
-        n: min(rows, columns) of W.
     """
     return _polar_schedule(kappa, n)
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspectral.ops.precision import at_least_float32
-from mmspectral.ops.random_features.attention import linear_attention
 from mmspectral.ops.random_features.features import draw_projection, fold_features
+from mmspectral.ops.random_features.op import linear_attention
 
 CODE_BLOCK = 1024
 

@@ -33,16 +33,7 @@ CHUNK = 128
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, out: Tensor) -> Tensor:
-    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1].
-
-    Args:
-        q: [B, H, g, N, d].
-        k: [B, H, N, d].
-        v: [B, H, N, e].
-        keys: Of B * H.
-        mask: [B, N], True for keys that may be seen, or None.
-        out: To write to.
-    """
+    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1]."""
     scan = _Scan(q, k, v, keys, mask)
     lse, mean = scan.full(keys.num_features, 1, value=-torch.inf), scan.full(keys.num_features, v.shape[-1])
     normaliser = scan.full(q.shape[3], 1)
@@ -74,18 +65,7 @@ def backward(
     normaliser: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v in the dtype of the features; ``keys`` adds up those of rows and weights.
-
-    Args:
-        q: [B, H, g, N, d].
-        k: [B, H, N, d].
-        v: [B, H, N, e].
-        keys: Of B * H.
-        mask: [B, N] or None.
-        out: [B, H, g, N, e].
-        normaliser: L [G, N, 1] of the forward pass.
-        grad: Of ``out``.
-    """
+    """Return the gradients of q, k, v in the dtype of the features; ``keys`` adds up those of rows and weights."""
     scan = _Scan(q, k, v, keys, mask)
     normaliser = normaliser.masked_fill(normaliser == -torch.inf, torch.inf)  # weights 0 where no key is seen
     grad_q, grad_k, grad_v = (t.new_zeros(t.shape, dtype=scan.dtype) for t in (q, k, v))

@@ -59,13 +59,7 @@ def finite(lse: Tensor) -> Tensor:
 
 
 class KeyMap:
-    """The way from a chunk of keys to its logits and back.
-
-    Args:
-        features: Folded features, of 1 head or H; all is computed in their dtype.
-        batch: B.
-        heads: H.
-    """
+    """The way from a chunk of keys to its logits and back."""
 
     def __init__(self, features: Features, batch: int, heads: int) -> None:
         rows, norm_weight, log_weight, shift = (
@@ -85,12 +79,7 @@ class KeyMap:
         return k if self.shift is None else k - self.shift
 
     def logits(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n].
-
-        Args:
-            k: Shifted keys [G, n, d].
-            mask: [G, 1, n], True for keys that may be seen.
-        """
+        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n]."""
         y = self.rows @ k.mT  # [G, R, n]
         first = y[:, : self.rank]
         scaled = first * self.norm_weight if self.offset == 0 else first
@@ -108,13 +97,7 @@ class KeyMap:
         self.grad_log_weight = torch.zeros_like(self.log_weight)  # stays 0 for features that are never weighted
 
     def backward(self, grad_kappa: Tensor, k: Tensor, scaled: Tensor) -> Tensor:
-        """Return the gradient of the chunk's keys [G, n, d] and add up those of rows and weights.
-
-        Args:
-            grad_kappa: [G, m, n]; overwritten.
-            k: Shifted keys [G, n, d].
-            scaled: As :meth:`logits` gave it.
-        """
+        """Return the gradient of the chunk's keys [G, n, d] and add up those of rows and weights."""
         per_key = grad_kappa.sum(1, keepdim=True)  # [G, 1, n]
         if self.weighted and self.grad_log_weight is not None:
             self.grad_log_weight += grad_kappa.sum(-1, keepdim=True)
@@ -192,17 +175,7 @@ def attend_forward(q: Tensor, keys: KeyMap, lse: Tensor, mean: Tensor, out: Tens
 def attend_backward(
     q: Tensor, keys: KeyMap, lse: Tensor, mean: Tensor, out: Tensor, grad: Tensor, grad_q: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradient of q and return those of lse [G, m, 1] and mean [G, m, e].
-
-    Args:
-        q: [B, H, g, N, d].
-        keys: Adds up the gradient of its rows.
-        lse: [G, m, 1].
-        mean: [G, m, e].
-        out: [B, H, g, N, e].
-        grad: Of ``out``.
-        grad_q: To write to.
-    """
+    """Write the gradient of q and return those of lse [G, m, 1] and mean [G, m, e]."""
     G, g = keys.rows.shape[0], q.shape[2]
     bias = finite(lse).mT
     grad_lse, grad_mean = torch.zeros_like(bias), torch.zeros_like(mean)

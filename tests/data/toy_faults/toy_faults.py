@@ -12,7 +12,8 @@ from pathlib import Path
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers import DATA, ROOT, TOOLS, TOY, environment
+
 # Audit events of Python that end a save: the hidden file is there and empty, complete, renamed.
 _SAVING = {"os.chmod": "tmp", "os.rename": "tmp", "os.remove": "pth"}
 _death = {"event": None, "after": 0}
@@ -52,15 +53,16 @@ def run_tool(name, *arguments, log, death=(None, 0), largest_file=None, seconds=
         largest_file: Bytes after which a write fails, as on a full disk.
         seconds: Time after which the process is killed.
     """
-    task = json.dumps([str(ROOT / "tools" / name), list(map(str, arguments)), death, largest_file])
-    paths = [ROOT, *(ROOT / "tests" / "data" / toy for toy in ("toy_faults", "toy_classification"))]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="-1")
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    task = json.dumps([str(TOOLS / name), list(map(str, arguments)), death, largest_file])
     command = [sys.executable, "-c", "import sys, toy_faults; toy_faults.be_tool(sys.argv[1])", task]
     with open(log, "w") as file:
         try:
             status = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=seconds or 250
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment([ROOT, DATA / "toy_faults", TOY]),
+                timeout=seconds or 250,
             ).returncode
         except subprocess.TimeoutExpired:
             if seconds is None:

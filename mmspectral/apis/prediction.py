@@ -3,23 +3,23 @@
 import glob
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cv2
-import mmcv
-import numpy as np
 from mmengine.config import Config
-from mmengine.device import get_device
-from mmengine.registry import DefaultScope
-from rich.progress import track
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from mmspectral.arguments import host_package
-from mmspectral.datasets.coco_ids import image_ids, read_annotations
+from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+_PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 @dataclass
@@ -51,7 +51,7 @@ def find_images(inputs: Iterable[str]) -> list[Path]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
         elif path.is_file():
             files = [path]
         else:
@@ -92,18 +92,31 @@ def predict(
         score_thr: Least score of what is drawn; the JSON files hold everything.
         pictures: Whether to draw.
         ann_file: COCO annotation file with the ids of images and categories.
-            See :mod:`mmspectral.datasets.coco_ids` for those without.
+            Without it see :func:`image_ids` and :func:`mmspectral.apis.detection.category_ids`.
 
     Raises:
         UsageError: An image or a class is not in ``ann_file``, or the model is
             neither mmdet's nor mmpretrain's.
     """
+    from mmengine.device import get_device
+    from mmengine.registry import DefaultScope
+    from rich.progress import track
+
     annotations = read_annotations(ann_file) if ann_file else None
-    ids = image_ids(images, annotations)
-    predictor = _build_predictor(cfg, checkpoint, device or get_device(), annotations)
-    result = Prediction(category_source=getattr(predictor, "category_source", None))
+    numbered = list(zip(images, image_ids(images, annotations), strict=True))
+    device, host = device or get_device(), host_package(cfg)
+    # mmpretrain's inferencer builds its pipeline in whatever scope it finds, and mmdet's leaves its own behind.
+    with DefaultScope.overwrite_default_scope(host):
+        if host == "mmdet":  # each host is imported only for its own models
+            from mmspectral.apis.detection import Detector
+
+            predictor = Detector(cfg, checkpoint, device, annotations)
+        else:
+            from mmspectral.apis.classification import Classifier
+
+            predictor = Classifier(cfg, checkpoint, device)
+    result = Prediction(category_source=predictor.category_source)
     root = Path(os.path.commonpath([image.parent.resolve() for image in images]))
-    numbered = list(zip(images, ids, strict=True))
     batches = [numbered[start : start + batch_size] for start in range(0, len(numbered), batch_size)]
     for batch in track(batches, description="Predicting"):
         read = [(path, number, _read_rgb(path)) for path, number in batch]
@@ -113,39 +126,24 @@ def predict(
         for (path, number, pixels), sample in zip(read, samples, strict=True):
             height, width = pixels.shape[:2]
             name = path.resolve().relative_to(root).as_posix()
-            image = dict(id=number, file_name=name, width=width, height=height)
-            result.images.append(image)
-            result.records.extend(predictor.records(sample, image))
+            result.images.append(dict(id=number, file_name=name, width=width, height=height))
+            result.records.extend(predictor.records(sample, result.images[-1]))
             if pictures:
-                predictor.draw(pixels, sample, out_dir / "vis" / _picture_name(name), score_thr)
-    _write(out_dir, result, getattr(predictor, "categories", None))
+                picture = name if name.lower().endswith(_PICTURE_SUFFIXES) else f"{name}.jpg"
+                predictor.draw(pixels, sample, out_dir / "vis" / picture, score_thr)
+    _write(out_dir, result, predictor.categories)
     return result
 
 
-def _build_predictor(cfg: Config, checkpoint: str, device: str, annotations: dict | None) -> Any:
-    host = host_package(cfg)
-    # mmpretrain's inferencer builds its pipeline in whatever scope it finds, and mmdet's leaves its own behind.
-    with DefaultScope.overwrite_default_scope(host):
-        # Each host is imported only for its own models.
-        if host == "mmdet":
-            from mmspectral.apis.detection import DetectionPredictor
+def _read_rgb(path: Path) -> "np.ndarray | None":
+    import cv2
+    import mmcv
 
-            return DetectionPredictor(cfg, checkpoint, device, annotations)
-        from mmspectral.apis.classification import ClassificationPredictor
-
-        return ClassificationPredictor(cfg, checkpoint, device)
-
-
-def _read_rgb(path: Path) -> np.ndarray | None:
     try:
         pixels = mmcv.imread(str(path))
     except (OSError, cv2.error):
         return None
     return None if pixels is None else mmcv.bgr2rgb(pixels)
-
-
-def _picture_name(name: str) -> str:
-    return name if name.lower().endswith((".jpg", ".jpeg", ".png")) else f"{name}.jpg"
 
 
 def _write(out_dir: Path, result: Prediction, categories: list[dict] | None) -> None:
@@ -160,3 +158,45 @@ def _write(out_dir: Path, result: Prediction, categories: list[dict] | None) -> 
         ]
     for name, content in files.items():
         (out_dir / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def image_ids(images: Sequence[Path], annotations: dict | None = None) -> list[int]:
+    """Return the COCO id of each image.
+
+    Args:
+        images: Paths.
+        annotations: Contents of an annotation file, which knows the ids by
+            file name. Without it an image whose name is a number has that
+            number, as COCO's 000000000139.jpg has 139; the others are counted
+            from 1, past the numbers that are taken.
+
+    Raises:
+        UsageError: An image is not in ``annotations``, or more than once.
+    """
+    if annotations is not None:
+        return _annotated_ids(images, annotations)
+    ids: dict[Path, int] = {}
+    for image in images:
+        if image.stem.isdecimal() and int(image.stem) not in ids.values():
+            ids[image] = int(image.stem)
+    taken = set(ids.values())
+    free = (number for number in range(1, len(images) + len(taken) + 1) if number not in taken)
+    return [ids[image] if image in ids else next(free) for image in images]
+
+
+def _annotated_ids(images: Sequence[Path], annotations: dict) -> list[int]:
+    by_name = defaultdict(list)
+    for entry in annotations["images"]:
+        by_name[Path(entry["file_name"]).name].append(entry)
+    ids = []
+    for image in images:
+        entries = by_name[image.name]
+        if len(entries) > 1:
+            # Several folders of the dataset have an image of this name.
+            path = image.resolve().as_posix()
+            entries = [entry for entry in entries if path.endswith("/" + entry["file_name"].lstrip("/"))]
+        if len(entries) != 1:
+            times = "more than once" if entries else "not"
+            raise UsageError(f"{image} is {times} in the annotation file; predict without --ann-file to number freely.")
+        ids.append(entries[0]["id"])
+    return ids

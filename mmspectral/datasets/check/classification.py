@@ -4,18 +4,11 @@ import os
 from collections import Counter
 from collections.abc import Callable
 
-from mmspectral.datasets.check.files import check_files
-from mmspectral.datasets.check.report import SplitReport, Tally
+from mmspectral.datasets.check.report import SplitReport, Tally, check_files
 
 
 def check_folders(report: SplitReport, root: str, is_image: Callable[[str], bool]) -> None:
-    """Check a set with one folder for each class; what is found goes into ``report``.
-
-    Args:
-        report: Report of the dataset; classes that it has not are named after the folders.
-        root: Folder of the folders.
-        is_image: Whether the name of a file is an image's.
-    """
+    """Check a set with one folder for each class; fill ``report``, with the folders as classes if it has none."""
     try:
         folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except (OSError, ValueError) as error:
@@ -42,14 +35,7 @@ def check_folders(report: SplitReport, root: str, is_image: Callable[[str], bool
 
 
 def check_list(report: SplitReport, ann_file: str, root: str, labelled: bool) -> None:
-    """Check a text file with an image in each line; what is found goes into ``report``.
-
-    Args:
-        report: Report of the dataset.
-        ann_file: Path of the file.
-        root: Folder that the paths are relative to.
-        labelled: Whether a label follows each path.
-    """
+    """Check a text file of paths relative to ``root``, each with a label if ``labelled``; fill ``report``."""
     try:
         with open(ann_file, encoding="utf-8") as file:
             lines = [line.strip() for line in file]

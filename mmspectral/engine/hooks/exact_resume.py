@@ -1,0 +1,176 @@
+"""Hooks under which a resumed run ends like an uninterrupted one."""
+
+import functools
+import random
+from bisect import bisect
+from collections.abc import Callable
+
+import mmengine.dataset
+import mmengine.hooks
+import numpy as np
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch.utils.data import get_worker_info
+
+from mmspectral.errors import UsageError
+from mmspectral.registry import HOOKS
+
+_STARTED = "validation_started_at"
+
+
+@HOOKS.register_module()
+class ResumeCheckHook(Hook):
+    """Refuse to continue the training of another model, by names and shapes of the weights.
+
+    mmengine logs a difference and trains what did not fit from its random start.
+    """
+
+    priority = "VERY_HIGH"  # before the EMA hook, which takes part of the weights
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Raise ``UsageError`` if the weights differ and the run is to be resumed."""
+        if not runner._resume:
+            return
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        own = {name: list(value.shape) for name, value in model.state_dict().items()}
+        saved = {name.removeprefix("module."): list(v.shape) for name, v in checkpoint["state_dict"].items()}
+        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        if different:
+            examples = "; ".join(
+                f"{name} is {saved.get(name, 'absent')} there and {own.get(name, 'absent')} in the model"
+                for name in different[:3]
+            )
+            raise UsageError(
+                f"{runner._load_from or 'The checkpoint'} is that of another model: {len(different)} of its weights "
+                f"differ ({examples}). Resume with the config that wrote it, or start a new run from its weights, with "
+                "load_from and another --work-dir."
+            )
+
+
+@HOOKS.register_module()
+class EpochSeedHook(Hook):
+    """Seed python, numpy and torch from (seed, rank, epoch, iteration) at the start of each epoch.
+
+    A run that is resumed from the checkpoint of an epoch then draws what the
+    uninterrupted run would have drawn: dropout, augmentation, the samples of a
+    detector's heads. On a deterministic device the weights are the same, bit for
+    bit. mmengine seeds once, at the start of each process.
+
+    mmengine also gives the loader's workers the same numbers in every epoch; here
+    they differ, since each worker is seeded from torch's seed for it, which the
+    main process draws when the epoch begins. Workers must not outlive the epoch:
+    ``persistent_workers=False``.
+
+    Iteration-based loops have one epoch: they are seeded when they start or are
+    resumed, so a resumed run goes on with other numbers, and does not repeat the
+    first ones.
+    """
+
+    priority = "VERY_HIGH"  # whatever another hook draws at the start of an epoch is drawn after seeding
+
+    def before_train(self, runner: Runner) -> None:
+        """Take over the seeding of workers; warn of what a resumed run cannot repeat."""
+        loader = runner.train_dataloader
+        if not isinstance(runner.train_loop, EpochBasedTrainLoop):
+            return
+        if runner.iter % len(loader):
+            runner.logger.warning(
+                f"EpochSeedHook: iteration {runner.iter}, from which training continues, is not the end of an epoch of "
+                f"{len(loader)} iterations. The epoch begins again, and losses will differ from those of an "
+                "uninterrupted run. The checkpoint was saved inside an epoch, or with another batch size, number of "
+                "processes or data set."
+            )
+        if loader.num_workers and loader.persistent_workers:
+            runner.logger.warning(
+                "EpochSeedHook: the workers of train_dataloader live on from epoch to epoch, and so do their random "
+                "numbers, which a resumed run cannot repeat. Set train_dataloader.persistent_workers=False."
+            )
+        first = loader.worker_init_fn
+        if getattr(first, "func", None) is mmengine.dataset.worker_init_fn:  # the Runner's; a user's own one stays
+            loader.worker_init_fn = functools.partial(seed_worker, first=first)
+
+    def before_train_epoch(self, runner: Runner) -> None:
+        """Seed this process."""
+        entropy = np.random.SeedSequence((runner.seed, runner.rank, runner.epoch, runner.iter))
+        for_python, for_numpy, for_torch = entropy.spawn(3)
+        random.seed(int(for_python.generate_state(1, np.uint64)[0]))
+        np.random.seed(for_numpy.generate_state(4))  # noqa: NPY002 - the generator that transforms draw from
+        torch.manual_seed(int(for_torch.generate_state(1, np.uint64)[0]))
+
+
+def seed_worker(worker_id: int, first: Callable[[int], None]) -> None:
+    """Seed a worker of a data loader by the number that the main process drew for it, after calling ``first``."""
+    first(worker_id)
+    seed = get_worker_info().seed
+    random.seed(seed)
+    np.random.seed(np.random.SeedSequence(seed).generate_state(4))  # noqa: NPY002 - as above
+    torch.manual_seed(seed)
+
+
+@HOOKS.register_module()
+class DueValidationHook(Hook):
+    """Validate a resumed model before training goes on, if that was the next thing to do.
+
+    A checkpoint is written before the validation of its epoch. mmengine resumes
+    with the next epoch: the metrics of the one before are lost, after the last
+    epoch those of the run, and so is what depends on them, such as the best
+    checkpoint or a schedule that waits for a plateau.
+
+    A checkpoint that was written again during its validation, because it was the
+    best one, says so, and is not validated twice.
+    """
+
+    priority = "LOWEST"  # other hooks prepare themselves in before_train
+
+    def before_train(self, runner: Runner) -> None:
+        """Validate if the run was resumed where a validation is due."""
+        if runner.iter and _is_due(runner) and runner.message_hub.get_info(_STARTED, None) != runner.iter:
+            runner.logger.info(f"Validating the checkpoint: this was due at iteration {runner.iter}.")
+            runner.val_loop.run()
+
+    def before_val(self, runner: Runner) -> None:
+        """Note the validation for a checkpoint that is written at its end."""
+        runner.message_hub.update_info(_STARTED, runner.iter)
+
+
+def _is_due(runner: Runner) -> bool:
+    """Whether the training loop, had it come here by itself, would validate now."""
+    loop = runner.train_loop
+    if runner.val_loop is None:
+        return False
+    by_epoch = isinstance(loop, EpochBasedTrainLoop)
+    step, last = (loop.epoch, loop.max_epochs) if by_epoch else (loop.iter, loop.max_iters)
+    interval = loop.dynamic_intervals[bisect(loop.dynamic_milestones, step + 1) - 1]
+    return step >= loop.val_begin and (step % interval == 0 or step == last)
+
+
+@HOOKS.register_module()
+class EarlyStoppingHook(mmengine.hooks.EarlyStoppingHook):
+    """Stop where the uninterrupted run would have stopped.
+
+    mmengine's hook, whose arguments it takes, keeps the best score and the count
+    of validations without a better one in itself, and a resumed run starts with
+    neither. This one keeps them in the message hub, and so in each checkpoint.
+    """
+
+    priority = "LOW"  # before the checkpoint hook, whose best checkpoint then knows the validation that it is of
+
+    def before_train(self, runner: Runner) -> None:
+        """Repeat the last decision of the run that is continued, by the settings of this one."""
+        state = runner.message_hub.get_info(self._key, None)
+        if state is not None:
+            self.best_score, self.wait_count, score = state
+            super().after_val_epoch(runner, {self.monitor: score})
+
+    def after_val_epoch(self, runner: Runner, metrics: dict) -> None:
+        """Note what the decision depends on, and decide."""
+        if self.monitor in metrics:
+            state = [float(self.best_score), self.wait_count, float(metrics[self.monitor])]
+            runner.message_hub.update_info(self._key, state)
+        super().after_val_epoch(runner, metrics)
+
+    @property
+    def _key(self) -> str:
+        return f"early_stopping/{self.monitor}"
