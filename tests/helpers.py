@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +95,16 @@ def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[
     )
     (folder / "annotations.json").write_text(json.dumps(content))
     return folder / "annotations.json"
+
+
+class Call:
+    """Pickles as a call of ``function``."""
+
+    def __init__(self, function: Callable, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.call
 
 
 def assert_rounded_once(actual, exact, slack: float = 1e-6) -> None:

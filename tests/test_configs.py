@@ -3,7 +3,6 @@
 import copy
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import yaml
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS, init_default_scope
+from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS, VISUALIZERS, init_default_scope
 from torch.overrides import TorchFunctionMode
 
 import mmspectral
@@ -29,8 +28,8 @@ from mmspectral.models.backbones import (
     SpectralViT,
     SpectralXCiT,
 )
+from tests.helpers import ROOT, output_of, run_python
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.py") if not {"_base_", "examples"} & set(p.parts))
 NAMES = [str(p.relative_to(ROOT / "configs")) for p in CONFIGS]
 CONDITIONED = [name for name in NAMES if "spectral-" in name]
@@ -38,13 +37,7 @@ DARK = [name for name in NAMES if "dark-" in name]
 TWINS = [name for name in NAMES if "spectral-" not in name and not name.startswith("dark/")]
 OTHER_MODELS = [name for name in NAMES if name.startswith("any_model/")]
 SHARDED = "xcit/spectral-xcit-medium-24-p16_8xb128-fsdp_in1k.py"
-BACKBONES = {
-    "xcit": SpectralXCiT,
-    "swin": SpectralSwin,
-    "vit": SpectralViT,
-    "deit": SpectralDeiT,
-    "davit": SpectralDaViT,
-}
+BACKBONES = dict(xcit=SpectralXCiT, swin=SpectralSwin, vit=SpectralViT, deit=SpectralDeiT, davit=SpectralDaViT)
 DARK_BACKBONES = {"dark-deit": DarkDeiT, "dark-swin": DarkSwin, "dark-vit": DarkViT}
 # Cross-covariance attention bears the paper's lambda; dot-product attention starts one-hot under it.
 SCALES = {"xcit": 10.0, "swin": 1.0, "vit": 1.0, "deit": 1.0, "davit": 1.0}
@@ -167,14 +160,14 @@ def test_means_the_same_through_the_package_name(name, tmp_path):
         everything_but_the_model_builds(cfg)
 
 
-def test_the_package_name_needs_no_package_beside_its_metadata(run_command, tmp_path):
+def test_the_package_name_needs_no_package_beside_its_metadata(tmp_path):
     """An editable install has its metadata in site-packages and nothing else there."""
     metadata = tmp_path / "mmspectral-9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: mmspectral\nVersion: 9\n")
     (tmp_path / "child.py").write_text(f"_base_ = 'mmspectral::{NAMES[-1]}'\n")
     code = "import mmspectral, mmengine; print('type', mmengine.Config.fromfile('child.py').model.backbone.type)"
-    assert "type mmspectral.SpectralXCiT\n" in run_command(sys.executable, "-c", code, cwd=tmp_path)
+    assert "type mmspectral.SpectralXCiT\n" in output_of(sys.executable, "-c", code, cwd=tmp_path)
 
 
 def everything_but_the_model_builds(cfg):
@@ -186,8 +179,8 @@ def everything_but_the_model_builds(cfg):
         settings = dict(scheduler, optimizer=optimizer)
         settings.pop("convert_to_iter_based", None)
         PARAM_SCHEDULERS.build(settings)
-    defaults = [hook for name, hook in cfg.default_hooks.items() if name != "visualization"]  # needs a Runner's logger
-    for hook in [*defaults, *cfg.get("custom_hooks", [])]:
+    VISUALIZERS.build(dict(copy.deepcopy(cfg.visualizer), name="configs"))  # which hooks that draw ask for
+    for hook in [*cfg.default_hooks.values(), *cfg.get("custom_hooks", [])]:
         HOOKS.build(hook)
     for part in ("train", "val", "test"):
         dataset = cfg[f"{part}_dataloader"].dataset
@@ -234,14 +227,11 @@ def test_kernels_move_slowly_and_are_not_decayed(name):
     cfg = load(name)
     model = build_model(cfg)
     group_of = {id(p): group for group in optimizer_groups(cfg, model) for p in group["params"]}
-    for prefix in ("layers.0.attn", "stages.0.blocks.0.attn.w_msa"):
-        found = dict(model.backbone.named_parameters())
-        if f"{prefix}.kernel.M" in found:
-            kernel, qkv = group_of[id(found[f"{prefix}.kernel.M"])], group_of[id(found[f"{prefix}.qkv.weight"])]
-            assert kernel["weight_decay"] == 0 < qkv["weight_decay"]
-            assert kernel["lr"] == pytest.approx(0.1 * qkv["lr"])
-            return
-    raise AssertionError("no kernel")
+    found = dict(model.backbone.named_parameters())
+    matrix = next(name for name in found if name.endswith(".kernel.M"))
+    kernel, qkv = (group_of[id(found[n])] for n in (matrix, matrix.replace("kernel.M", "qkv.weight")))
+    assert kernel["weight_decay"] == 0 < qkv["weight_decay"]
+    assert kernel["lr"] == pytest.approx(0.1 * qkv["lr"])
 
 
 def test_every_conditioned_config_has_a_twin():
@@ -369,14 +359,7 @@ def test_pipeline_of_each_child_is_the_one_the_loader_uses(name):
 
 
 def test_config_path_works_from_any_directory_and_says_what_there_is(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", f"import mmspectral; print(mmspectral.config_path({NAMES[0]!r}))"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    result = run_python(f"import mmspectral; print(mmspectral.config_path({NAMES[0]!r}))", cwd=tmp_path)
     assert Path(result.stdout.strip()).is_file(), result.stderr
     with pytest.raises(FileNotFoundError, match="no config 'xcit/absent.py'.*spectral-xcit-small-12"):
         mmspectral.config_path("xcit/absent.py")

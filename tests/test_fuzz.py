@@ -22,6 +22,7 @@ from mmspectral.checkpoints import LoadReport, load_backbone
 from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
 from mmspectral.layers import condition_linear
 from mmspectral.models.backbones import SpectralDaViT, SpectralSwin, SpectralViT, SpectralXCiT
+from tests.helpers import Call
 
 PACKAGE = Path(mmspectral.__file__).parent
 OURS = (ValueError, TypeError, KeyError, FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError)
@@ -204,16 +205,6 @@ def test_damaged_checkpoints(form, suffix, tmp_path, examples):
         a_loaded_model_or_an_error_of_ours(damaged(data, form), tmp_path / f"weights.{suffix}")
 
     budget(examples)(given(st.data())(check))()
-
-
-class Call:
-    """Pickles as a call of ``function``."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
 
 
 HOSTILE = {

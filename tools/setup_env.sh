@@ -15,14 +15,9 @@
 mmspectral_say() { printf '[set-up %4ss] %s\n' "$((SECONDS - mmspectral_started))" "$*" >&2; }
 
 mmspectral_active_python() {
-    local candidate
-    if [[ -n "${VIRTUAL_ENV:-}" ]]; then
-        candidate="$VIRTUAL_ENV/bin/python"
-    elif [[ -n "${CONDA_PREFIX:-}" ]]; then
-        candidate="$CONDA_PREFIX/bin/python"
-    else
-        candidate="$(command -v python || command -v python3)" || return
-    fi
+    local candidate="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
+    candidate="${candidate:+$candidate/bin/python}"
+    [[ -n "$candidate" ]] || candidate="$(command -v python || command -v python3)" || return
     "$candidate" -c 'import sys; sys.version_info >= (3, 10) or sys.exit(1); print(sys.executable)' 2>/dev/null
 }
 
@@ -48,12 +43,11 @@ mmspectral_pip() {
         "$1/bin/python" -m pip install --disable-pip-version-check "${verbosity[@]}" "${@:2}" >&2
 }
 
-mmspectral_editable_is_here() {
-    local origin
-    origin="$(cd / && env -u PYTHONPATH "$1/bin/python" -c \
-        'import importlib.util as u; s = u.find_spec("mmspectral"); print(s.origin if s else "")' 2>/dev/null)" &&
-        [[ "$origin" == "$2/mmspectral/__init__.py" ]]
-}
+mmspectral_editable_is_here() (
+    cd / && env -u PYTHONPATH "$1/bin/python" -c \
+        'import importlib.util as u, sys; sys.exit(u.find_spec("mmspectral").origin != sys.argv[1])' \
+        "$2/mmspectral/__init__.py" 2>/dev/null
+)
 
 mmspectral_create_venv() {
     local venv="$1" python

@@ -13,16 +13,9 @@ class FileWriteError(OSError):
 def write_atomically(content: bytes | memoryview, path: Path, overwrite: bool = True) -> None:
     """Write a file that a kill, a crash or a full disk cannot tear.
 
-    The bytes go to a hidden file in the same folder and to the disk (``fsync``);
-    then the file takes its name in one step, and the folder is synchronised. At
-    every moment the name stands for the old content or for the new one. A process
-    that is killed meanwhile leaves its hidden file behind, which the next write
-    under the same name removes, so one process at a time may write a name.
-
-    Args:
-        content: What the file shall hold.
-        path: Its path; its folder is made.
-        overwrite: Whether a file that has the name may be replaced.
+    The bytes go to a hidden file in the same folder and to the disk (``fsync``); then the file takes its name in one
+    step, and the folder, made where it is missing, is synchronised. A process that is killed meanwhile leaves its
+    hidden file behind, which the next write under the same name removes, so one process at a time may write a name.
 
     Raises:
         FileExistsError: The name is taken, and ``overwrite`` is False.
@@ -48,22 +41,16 @@ def write_atomically(content: bytes | memoryview, path: Path, overwrite: bool = 
                 os.link(temporary, path)  # unlike a rename this fails if the name was taken meanwhile
         finally:
             Path(temporary).unlink(missing_ok=True)
-        _synchronize(path.parent)
+        if os.name != "nt":  # folders cannot be opened there
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():
             raise
         raise FileWriteError(error.errno, _explanation(path, len(content), error)) from error
-
-
-def _synchronize(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can."""
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _explanation(path: Path, size: int, error: OSError) -> str:
@@ -72,6 +59,6 @@ def _explanation(path: Path, size: int, error: OSError) -> str:
         message += f" Its disk has {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB free."
     standing = "is as it was" if path.is_file() else "does not exist"
     return (
-        f"{message} {path.name} {standing}; free space or mend the folder, then repeat the command (a training: "
-        "with --resume)."
+        f"{message} {path.name} {standing}; free space or make the folder writable, then repeat the command "
+        "(a training: with --resume)."
     )

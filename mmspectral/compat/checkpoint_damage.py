@@ -13,11 +13,8 @@ def find_damage(path: str | Path) -> str | None:
     ``torch.load`` does not: a flipped bit in a weight is read as another weight.
     The whole file is read once and no code from it is run.
 
-    Args:
-        path: A file written by ``torch.save`` of torch >= 1.6.
-
     Returns:
-        What is wrong with the file, or None.
+        What is wrong with the file of torch >= 1.6, or None.
 
     Raises:
         OSError: There is no such file.

@@ -71,11 +71,7 @@ def allow_mmengine_checkpoints() -> None:
 
 
 def load_from_local(filename: str, map_location: Any = None) -> dict:
-    """Read a local checkpoint; never run code from it.
-
-    Args:
-        filename: Path; ``~`` stands for the home folder.
-        map_location: As in :func:`torch.load`.
+    """Read a local checkpoint, ``~`` being the home folder, to ``map_location``; never run code from it.
 
     Raises:
         FileNotFoundError: No such file.

@@ -31,17 +31,8 @@ EXTRAS = {
     "export": EXPORT,
     "language": LANGUAGE,
     "tests": (
-        *EXPORT,
-        *LANGUAGE,
-        "codespell",
-        "hypothesis",
-        "pre-commit",
-        "pytest>=8",
-        "pytest-timeout",
-        "pytest-xdist",
-        "ruff",
-        "safetensors",
-        "timm>=1.0",
+        *(*EXPORT, *LANGUAGE, "safetensors", "timm>=1.0"),
+        *("codespell", "hypothesis", "pre-commit", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff"),
     ),
 }
 # Import package -> position in a family's tuple.
@@ -103,12 +94,7 @@ def pip_command(requirements: Iterable[str], *options: str) -> str:
 
 
 def check_versions(tests: bool = False, family: str | None = None) -> list[Finding]:
-    """Compare the installed distributions with the requirements, by their metadata alone.
-
-    Args:
-        tests: Also ask for what the tests and the linters need.
-        family: Key of :data:`FAMILIES` that is asked for; by default the one in use.
-    """
+    """Compare the installed distributions with what ``family`` (default: the one in use) and the tests need."""
     family = family or family_in_use()
     requirements = FRAMEWORKS + FAMILIES[family] + (EXTRAS["tests"] if tests else ())
     findings = [_check_requirement(requirement) for requirement in requirements]
@@ -153,29 +139,20 @@ def check_environment() -> list[Finding]:
     if torch_findings:
         return [*findings, Finding("note", "mmcv.ops", "not tried: torch cannot be imported")]
     findings += _check_devices()
-    for module, requirement in (
-        ("torchvision", FRAMEWORKS[1]),
-        ("cv2", "opencv-python-headless"),
-        ("mmengine", needed["mmengine"]),
-        ("mmcv", needed["mmcv"]),
-        ("mmspectral", ""),
-    ):
-        findings += _check_import(module, requirement)
-    if _blocked(findings):
+    needed |= dict(torchvision=FRAMEWORKS[1], cv2="opencv-python-headless", mmspectral="")
+    for module in ("torchvision", "cv2", "mmengine", "mmcv", "mmspectral"):
+        findings += _check_import(module, needed[module])
+    if any(finding.level == "error" for finding in findings):
         return [*findings, Finding("note", "mmcv.ops", "not tried: resolve the errors above first")]
     findings += _check_operators(needed["mmcv"])
     findings += _check_multimodal()
-    if not _blocked(findings):
+    if all(finding.level != "error" for finding in findings):
         for module in ("mmpretrain.models", "mmdet.models", "mmdet.datasets", "mmdet.evaluation"):
             findings += _check_import(module, needed[module.partition(".")[0]])
     if find_distribution("faster-coco-eval") is None:
         detail = "not installed; COCO evaluation uses the slower pycocotools"
         findings.append(Finding("note", "faster-coco-eval", detail, pip_command(["faster-coco-eval"])))
     return findings
-
-
-def _blocked(findings: Iterable[Finding]) -> bool:
-    return any(finding.level == "error" for finding in findings)
 
 
 def _check_import(module: str, requirement: str) -> list[Finding]:
@@ -188,7 +165,7 @@ def _check_import(module: str, requirement: str) -> list[Finding]:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _import_remedy(error: Exception, module: str, requirement: str) -> str:
@@ -201,9 +178,8 @@ def _import_remedy(error: Exception, module: str, requirement: str) -> str:
         return pip_command([requirement], "--force-reinstall", "--no-deps") + "  # needs no libGL"
     if module == "torchvision" and "torchvision::" in str(error):
         return "install the torchvision release that belongs to this torch: " + pip_command(["torchvision"])
-    if isinstance(error, ModuleNotFoundError):
-        return pip_command([requirement])
-    return pip_command([requirement], "--force-reinstall", "--no-deps")
+    options = () if isinstance(error, ModuleNotFoundError) else ("--force-reinstall", "--no-deps")
+    return pip_command([requirement], *options)
 
 
 def _check_devices() -> list[Finding]:
@@ -243,13 +219,10 @@ def _check_operators(requirement: str) -> list[Finding]:
     if backend.startswith("broken"):
         detail = f"{backend}; mmcv's compiled extension does not fit this torch"
         return [Finding("error", "mmcv.ops", detail, without_extension)]
-    explained = {
-        "compiled": "mmcv's compiled extension",
-        "torchvision": "torchvision stands in for mmcv._ext; operators that it lacks raise when they are called",
-    }
+    detail = "torchvision stands in for mmcv._ext; operators that it lacks raise when they are called"
+    served = Finding("ok", "mmcv.ops", detail if backend == "torchvision" else "mmcv's compiled extension")
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    tried = [_try_operators(device, without_extension) for device in devices]
-    return [Finding("ok", "mmcv.ops", explained[backend]), *tried]
+    return [served, *(_try_operators(device, without_extension) for device in devices)]
 
 
 def _try_operators(device: str, remedy: str) -> Finding:

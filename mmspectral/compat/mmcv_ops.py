@@ -28,11 +28,6 @@ class TorchvisionExtensionFinder(importlib.abc.MetaPathFinder, importlib.abc.Loa
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for ``mmcv._ext``, or None for any other module or without torchvision.
 
-        Args:
-            fullname: Name of the module that is being imported.
-            path: ``mmcv.__path__``.
-            target: Unused; part of the protocol.
-
         Raises:
             ImportError: mmcv has a compiled extension that this Python cannot
                 load, such as one built for another version of Python.

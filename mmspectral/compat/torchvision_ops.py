@@ -55,21 +55,14 @@ def get_compiler_version() -> str:
     return "not compiled (torchvision operators by mmspectral)"
 
 
-def get_compiling_cuda_version() -> str:
-    """Say for mmcv's environment report that nothing was compiled."""
-    return "not compiled (torchvision operators by mmspectral)"
+get_compiling_cuda_version = get_compiler_version
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Return the indices of the kept boxes by falling score.
+    """Return the indices of the kept ones of ``boxes`` [N, 4] (x1, y1, x2, y2) by falling score.
 
-    Equal scores keep the order of the input, which mmcv's sort leaves open.
-
-    Args:
-        boxes: [N, 4] as x1, y1, x2, y2.
-        scores: [N].
-        iou_threshold: A box is dropped when its IoU with a kept one is above it.
-        offset: 0, or 1 if x2 and y2 are the last pixels inside a box.
+    Equal scores keep the order of the input, which mmcv's sort leaves open. With ``offset`` 1, x2 and y2 are the last
+    pixels inside a box.
     """
     boxes, scores = _with_offset(_at_least_float32(boxes), offset), _at_least_float32(scores)
     # mmcv compares in the precision of the boxes: an IoU of 0.1 is not above a threshold of 0.1.
@@ -87,22 +80,19 @@ def softnms(
     method: int,
     offset: int,
 ) -> Tensor:
-    """Run soft-NMS (arXiv 1704.04503), writing boxes and decayed scores into ``dets``.
+    """Run soft-NMS (arXiv 1704.04503): write kept boxes and decayed scores into ``dets`` [N, 5], return their indices.
 
     Two boxes without area do not overlap; mmcv's 0 / 0 turns their scores into NaN.
 
     Args:
         boxes: [N, 4].
         scores: [N].
-        dets: Output [N, 5], one row per kept box in order of selection.
+        dets: Output, one row per kept box in order of selection.
         iou_threshold: Overlap from which methods 0 and 1 decay a score.
         sigma: Divisor of the squared overlap in method 2.
         min_score: A box whose decayed score falls below it is dropped.
         method: 0 (drop), 1 (linear) or 2 (Gaussian).
         offset: As in :func:`nms`.
-
-    Returns:
-        Indices of the kept boxes, in the order of the rows of ``dets``.
     """
     corners, left = _with_offset(_at_least_float32(boxes), offset), _at_least_float32(scores).clone()
     waiting = torch.arange(len(boxes), device=boxes.device)
@@ -141,25 +131,14 @@ def roi_align_forward(
 ) -> None:
     """Write average RoIAlign (arXiv 1703.06870) of ``input`` [B, C, H, W] into ``output`` [K, C, h, w].
 
-    Args:
-        input: Feature maps.
-        rois: [K, 5] as index into the batch, x1, y1, x2, y2.
-        output: Output.
-        argmax_y: Unused; of the maximum.
-        argmax_x: Unused; of the maximum.
-        aligned_height: h.
-        aligned_width: w.
-        spatial_scale: Factor from the boxes' coordinates to those of the feature maps.
-        sampling_ratio: Samples along each side of a bin, or 0 for about one per pixel.
-        pool_mode: 1, the average.
-        aligned: Pixel i spans i to i + 1; otherwise its centre lies at i.
+    ``rois`` [K, 5] hold an index into the batch, x1, y1, x2, y2. ``argmax_y`` and ``argmax_x``, which belong to the
+    maximum, are not used.
 
     Raises:
-        RuntimeError: ``pool_mode`` is not 1.
+        RuntimeError: ``pool_mode`` is not 1, the average.
     """
-    _require_average(pool_mode)
     size = (aligned_height, aligned_width)
-    output.copy_(_roi_align(_at_least_float32(input), rois, size, spatial_scale, sampling_ratio, aligned))
+    output.copy_(_roi_align(_at_least_float32(input), rois, size, spatial_scale, sampling_ratio, pool_mode, aligned))
 
 
 def roi_align_backward(
@@ -180,14 +159,13 @@ def roi_align_backward(
     Raises:
         RuntimeError: ``pool_mode`` is not 1.
     """
-    _require_average(pool_mode)
     # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
     # function costs a forward pass, but its backward kernel refuses to run on CUDA under
     # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
     features = _at_least_float32(grad_input).detach().requires_grad_()
     with torch.enable_grad():
         size = (aligned_height, aligned_width)
-        pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, aligned)
+        pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     grad_input.add_(torch.autograd.grad(pooled, features, _at_least_float32(grad_output))[0])
 
 
@@ -196,8 +174,7 @@ def sigmoid_focal_loss_forward(
 ) -> None:
     """Write the focal loss (arXiv 1708.02002) of logits [N, C] and labels [N] into ``output`` [N, C].
 
-    A label outside 0..C-1 makes its row background. ``weight`` is empty or
-    holds one factor per class; background has factor 1.
+    A label outside 0..C-1 makes its row background. ``weight`` is empty or has one factor per class; background has 1.
     """
     output.copy_(_focal_loss(_at_least_float32(input), target, weight, gamma, alpha))
 
@@ -222,15 +199,14 @@ def ms_deform_attn_forward(
 ) -> Tensor:
     """Return multi-scale deformable attention (arXiv 2010.04159), [B, queries, heads * d].
 
-    It runs on mmcv's own PyTorch code, which mmcv itself takes on the CPU.
+    It runs on mmcv's own PyTorch code, which mmcv itself takes on the CPU; ``value_level_start_index``, which follows
+    from the shapes, and ``im2col_step`` are not used.
 
     Args:
         value: [B, sum of H * W, heads, d], level after level.
         value_spatial_shapes: H, W of each level, [levels, 2].
-        value_level_start_index: Unused: follows from the shapes.
         sampling_locations: x, y in [0, 1], [B, queries, heads, levels, points, 2].
         attention_weights: [B, queries, heads, levels, points].
-        im2col_step: Unused: images per step of mmcv's kernel.
     """
     return _ms_deform_attn(value, value_spatial_shapes, sampling_locations, attention_weights).to(value.dtype)
 
@@ -271,9 +247,11 @@ def _ms_deform_attn(value: Tensor, shapes: Tensor, locations: Tensor, weights: T
 
 
 def _roi_align(
-    features: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float, sampling_ratio: int, aligned: bool
+    features: Tensor, rois: Tensor, size: tuple[int, int], scale: float, ratio: int, pool_mode: int, aligned: bool
 ) -> Tensor:
-    return torchvision.ops.roi_align(features, rois.to(features), size, spatial_scale, sampling_ratio, aligned)
+    if pool_mode != 1:
+        raise RuntimeError(f"torchvision has no RoIAlign with pool_mode='max'; use 'avg', or {HOW_TO_COMPILE}.")
+    return torchvision.ops.roi_align(features, rois.to(features), size, scale, ratio, aligned)
 
 
 def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
@@ -289,11 +267,6 @@ def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, al
         rows = torch.where(positive.any(dim=1), target, -1)
         loss = loss * F.pad(_at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
     return loss
-
-
-def _require_average(pool_mode: int) -> None:
-    if pool_mode != 1:
-        raise RuntimeError(f"torchvision has no RoIAlign with pool_mode='max'; use 'avg', or {HOW_TO_COMPILE}.")
 
 
 def _keep(queue: Tensor, keep: Tensor) -> Tensor:

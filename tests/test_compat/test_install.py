@@ -16,15 +16,10 @@ COMPAT = ("-m", "mmspectral.compat")
 
 
 @pytest.fixture
-def environment(tmp_path):
-    """Folder of a bare virtual environment without pip."""
+def python(tmp_path):
+    """Interpreter of a bare virtual environment without pip."""
     venv.create(tmp_path / "env", with_pip=False, symlinks=os.name != "nt")
-    return tmp_path / "env"
-
-
-@pytest.fixture
-def python(environment):
-    return str(environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    return str(tmp_path / "env" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
 
 
 @pytest.fixture
@@ -60,7 +55,6 @@ def test_install_status_uninstall(fresh_process, python, site_packages, fake_mmc
     assert code == 0 and text.startswith(f"wrote {file}")
     assert run("install") == (0, text)
     assert [p.name for p in site_packages.iterdir() if "mmspectral" in p.name] == [file.name]
-    assert len(file.read_text().splitlines()) == 1
     assert run("status") == (1, f"mmcv's operators: missing\nstart-up file: {file}\n")
     assert run("uninstall") == (0, f"removed {file}\n")
     assert run("uninstall") == (0, f"there was no {file}\n")

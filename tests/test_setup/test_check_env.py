@@ -1,12 +1,12 @@
 """tools/check_env.py names what is missing, why that matters, and the command that installs it."""
 
 import importlib.metadata
-import importlib.util
 import json
 import sys
 
 import pytest
 
+from mmspectral.compat import environment
 from tests.helpers import ROOT, TOOLS, run
 
 CHECK_ENV = TOOLS / "check_env.py"
@@ -37,31 +37,10 @@ def version(name):
     return real_version(name)
 importlib.metadata.version = version
 """
-ONEDL = {
-    "torch": "2.14.1+cu130",
-    "torchvision": "0.29.1",
-    "onedl-mmengine": "0.10.12",
-    "onedl-mmcv": "2.3.6",
-    "onedl-mmdetection": "3.5.1",
-    "onedl-mmpretrain": "1.3.6",
-}
-OPENMMLAB = {
-    "torch": "2.4.0",
-    "torchvision": "0.19.0",
-    "mmengine": "0.10.7",
-    "mmcv": "2.1.0",
-    "mmdet": "3.3.0",
-    "mmpretrain": "1.2.0",
-    "setuptools": "81.0",
-}
-
-
-@pytest.fixture
-def environment():
-    spec = importlib.util.spec_from_file_location("environment_under_test", ROOT / "mmspectral/compat/environment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ONEDL = {"torch": "2.14.1+cu130", "torchvision": "0.29.1", "onedl-mmengine": "0.10.12", "onedl-mmcv": "2.3.6"}
+ONEDL |= {"onedl-mmdetection": "3.5.1", "onedl-mmpretrain": "1.3.6"}
+OPENMMLAB = dict(torch="2.4.0", torchvision="0.19.0", mmengine="0.10.7", mmcv="2.1.0", mmdet="3.3.0")
+OPENMMLAB |= dict(mmpretrain="1.2.0", setuptools="81.0")
 
 
 @pytest.fixture
@@ -79,7 +58,7 @@ def python_without(tmp_path):
 
 
 @pytest.fixture
-def installed(environment, monkeypatch):
+def installed(monkeypatch):
     """Pretend that exactly these distributions are installed."""
 
     def pretend(versions):
@@ -139,7 +118,7 @@ def test_a_version_that_is_missing_or_outside_its_range_is_reported(installed, v
     [(ONEDL, "onedl"), (OPENMMLAB, "openmmlab"), ({**OPENMMLAB, **ONEDL}, "onedl and openmmlab"), ({}, "none")],
 )
 def test_the_report_names_the_family(installed, monkeypatch, versions, families):
-    environment = installed(versions)
+    installed(versions)
     # The report ends with torch when that cannot be imported.
     monkeypatch.setattr(environment, "_check_import", lambda *_: [environment.Finding("error", "torch", "not tried")])
     (finding,) = [f for f in environment.check_environment() if f.subject == "family"]
@@ -213,14 +192,13 @@ def test_a_missing_package_is_an_error_with_a_remedy(python_without, modules, di
         ("broken: undefined symbol: _ZN3c10", "undefined symbol: _ZN3c10", "--no-cache-dir"),
     ],
 )
-def test_unusable_operators_are_an_error_with_a_remedy(environment, monkeypatch, backend, words, remedy):
+def test_unusable_operators_are_an_error_with_a_remedy(monkeypatch, backend, words, remedy):
     monkeypatch.setattr("mmspectral.compat.mmcv_ops_backend", lambda: backend)
     (finding,) = environment._check_operators("onedl-mmcv>=2.3.6")
     assert finding.level == "error" and words in finding.detail and remedy in finding.remedy
 
 
-def test_operators_that_compute_something_else_are_an_error(environment, monkeypatch):
-    importlib.import_module("mmspectral")  # offers torchvision's operators to mmcv
+def test_operators_that_compute_something_else_are_an_error(monkeypatch):
     monkeypatch.setattr("mmcv.ops.nms", lambda boxes, scores, iou_threshold: (boxes, scores.long()))
     finding = environment._try_operators("cpu", "the remedy")
     assert (finding.level, finding.remedy) == ("error", "the remedy")
@@ -243,6 +221,6 @@ def test_transformers_5_is_named_as_the_cause_of_missing_multimodal_models(insta
         (ModuleNotFoundError("No module named 'mmdet'", name="mmdet"), "mmdet.models", "pip install 'needed>=1'"),
     ],
 )
-def test_remedy_fits_the_cause(environment, error, module, expected):
+def test_remedy_fits_the_cause(error, module, expected):
     requirement = "opencv-python-headless" if module == "cv2" else "needed>=1"
     assert expected in environment._import_remedy(error, module, requirement)

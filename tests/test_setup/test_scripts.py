@@ -146,21 +146,16 @@ def test_launchers_explain_themselves_when_arguments_are_missing(script):
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "launched"),
-    [
-        ("dist_train", ["my config.py", "4"], ["train.py", "my config.py"]),
-        ("dist_test", ["my config.py", "best model.pth", "4"], ["test.py", "my config.py", "best model.pth"]),
-    ],
+    ("script", "arguments"), [("train", ["a config.py"]), ("test", ["a config.py", "a model.pth"])]
 )
-def test_distributed_launch_on_one_machine(recorder, script, arguments, launched):
+def test_distributed_launch_on_one_machine(recorder, script, arguments):
     extra = ["--cfg-options", "a.b=[1, 2]", ""]
-    done = run("bash", TOOLS / f"{script}.sh", *arguments, *extra, MMSPECTRAL_PYTHON=recorder)
+    done = run("bash", TOOLS / f"dist_{script}.sh", *arguments, "4", *extra, MMSPECTRAL_PYTHON=recorder)
     got = json.loads(done.stdout)
-    at = got.index(str(TOOLS / launched[0]))
-    assert got[at:] == [str(TOOLS / launched[0]), *launched[1:], "--launcher", "pytorch", *extra]
+    at = got.index(str(TOOLS / f"{script}.py"))
+    assert got[at + 1 :] == [*arguments, "--launcher", "pytorch", *extra]
     assert got[:6] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "4"]
-    assert "--standalone" in got[:at]
-    assert "--master-port" not in got
+    assert "--standalone" in got[:at] and "--master-port" not in got
 
 
 def test_distributed_launch_on_several_machines(recorder):
@@ -172,31 +167,16 @@ def test_distributed_launch_on_several_machines(recorder):
     assert dict(zip(got[2:-4:2], got[3:-4:2], strict=True)) == dict(zip(names, values, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("script", "launched"),
-    [
-        ("slurm_train", ["train.py", "my config.py", "--work-dir", "last one"]),
-        ("slurm_test", ["test.py", "my config.py", "last one"]),
-    ],
-)
-def test_slurm_launch(recorder, script, launched):
+@pytest.mark.parametrize(("script", "option"), [("train", ["--work-dir"]), ("test", [])])
+def test_slurm_launch(recorder, script, option):
     recorder.rename(recorder.with_name("srun"))
-    done = run(
-        "bash",
-        TOOLS / f"{script}.sh",
-        "gpu",
-        "a job",
-        "my config.py",
-        "last one",
-        "--resume",
-        PATH=f"{recorder.parent}:{os.environ['PATH']}",
-        GPUS=4,
-        SRUN_ARGS="--time 1:00:00 --exclusive",
-        MMSPECTRAL_PYTHON="the python",
-    )
-    got = json.loads(done.stdout)
-    at = got.index("the python")
-    assert got[at:] == ["the python", "-u", str(TOOLS / launched[0]), *launched[1:], "--launcher", "slurm", "--resume"]
+    variables = dict(GPUS=4, SRUN_ARGS="--time 1:00:00 --exclusive", MMSPECTRAL_PYTHON="the python")
+    variables["PATH"] = f"{recorder.parent}:{os.environ['PATH']}"
+    given = ("gpu", "a job", "a config.py", "last one", "--resume")
+    got = json.loads(run("bash", TOOLS / f"slurm_{script}.sh", *given, **variables).stdout)
+    at, tool = got.index("the python"), str(TOOLS / f"{script}.py")
+    wanted = [tool, "a config.py", *option, "last one", "--launcher", "slurm", "--resume"]
+    assert got[at:] == ["the python", "-u", *wanted]
     assert got[:4] == ["--partition", "gpu", "--job-name", "a job"]
     assert got[4:8] == ["--ntasks", "4", "--ntasks-per-node", "4"]
     assert got[at - 3 : at] == ["--time", "1:00:00", "--exclusive"]

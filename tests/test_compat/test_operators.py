@@ -1,0 +1,472 @@
+"""mmcv's operators on torchvision, and mmcv's compiled ones where it has them, against loops in float64.
+
+Gradients are those of autograd through the loops.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mmcv.ops
+import numpy as np
+import pytest
+import torch
+from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
+
+from mmspectral.compat import mmcv_ops_backend, torchvision_ops
+from tests.helpers import assert_rounded_once
+
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+class Problem(NamedTuple):
+    """An operator's differentiable inputs, and how it and its reference are called on them."""
+
+    reference: Callable  # leaves -> output
+    run: Callable  # operators, leaves, grad_output, what gradients are added to -> output and gradients
+    leaves: list[torch.Tensor]
+    grad_output: torch.Tensor
+    rtol: float = 1e-5
+    atol: float = 1e-5
+    compiled_for_cpu: bool = False
+
+    def expected(self):
+        leaves = [t.double().requires_grad_() for t in self.leaves]
+        output = self.reference(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, self.grad_output.double())]
+
+    def results(self, operators, device="cpu", start=0.0):
+        leaves = [t.to(device) for t in self.leaves]
+        return self.run(operators, leaves, self.grad_output.to(device), start)
+
+    def check(self, results):
+        for actual, wanted in zip(results, self.expected(), strict=True):
+            torch.testing.assert_close(actual.double().cpu(), wanted, rtol=self.rtol, atol=self.atol)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SIZE = (3, 2)
+# Index into the batch, x1, y1, x2, y2 in the image: inside, partly and wholly outside, narrower than a pixel, empty.
+ROIS = torch.tensor(
+    [
+        [1, 3.0, 2.5, 17.0, 13.0],
+        [0, -9.0, -6.0, 8.0, 7.0],
+        [2, 10.0, 9.0, 90.0, 71.0],
+        [1, 200.0, 200.0, 220.0, 210.0],
+        [0, 5.25, 5.5, 5.75, 6.0],
+        [2, 8.0, 8.0, 8.0, 8.0],
+    ]
+)
+
+
+def sample_clamped(plane, y, x):
+    """Bilinear interpolation that is 0 beyond one pixel from the border and constant within it."""
+    height, width = plane.shape
+    if not (-1 <= y <= height and -1 <= x <= width):
+        return plane.new_zeros(())
+    y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
+    top, left = math.floor(y), math.floor(x)
+    bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+    upper = plane[top, left] * (1 - (x - left)) + plane[top, right] * (x - left)
+    lower = plane[bottom, left] * (1 - (x - left)) + plane[bottom, right] * (x - left)
+    return upper * (1 - (y - top)) + lower * (y - top)
+
+
+def reference_roi_align(features, rois, size, scale, sampling_ratio, aligned):
+    height, width = size
+    result = []
+    for index, *corners in rois.double().tolist():
+        x1, y1, x2, y2 = (c * scale - (0.5 if aligned else 0.0) for c in corners)
+        roi_height, roi_width = (y2 - y1, x2 - x1) if aligned else (max(y2 - y1, 1.0), max(x2 - x1, 1.0))
+        rows = sampling_ratio or math.ceil(roi_height / height)
+        columns = sampling_ratio or math.ceil(roi_width / width)
+        for plane in features[int(index)]:
+            for i in range(height):
+                for j in range(width):
+                    ys = [y1 + (i + (r + 0.5) / rows) * roi_height / height for r in range(rows)]
+                    xs = [x1 + (j + (c + 0.5) / columns) * roi_width / width for c in range(columns)]
+                    values = [sample_clamped(plane, y, x) for y in ys for x in xs]
+                    result.append(torch.stack(values).mean() if values else plane.new_zeros(()))
+    return (torch.stack(result) if result else features[:0]).reshape(len(rois), features.shape[1], height, width)
+
+
+def roi_align(scale=0.25, ratio=0, aligned=True, dtype=torch.float32, rois=ROIS, **tolerances):
+    options = dict(aligned_height=SIZE[0], aligned_width=SIZE[1], spatial_scale=scale)
+    options |= dict(sampling_ratio=ratio, pool_mode=1, aligned=aligned)
+
+    def run(operators, leaves, grad_output, start):
+        (features,), given = leaves, rois.to(grad_output)
+        output, unused, gradient = torch.full_like(grad_output, 7.0), features.new_zeros(0), features * 0 + start
+        operators.roi_align_forward(features, given, output, unused, unused, **options)
+        operators.roi_align_backward(grad_output, given, unused, unused, gradient, **options)
+        return output, gradient
+
+    def reference(features):
+        return reference_roi_align(features, rois, SIZE, scale, ratio, aligned)
+
+    grad_output = random(len(rois), 2, *SIZE, seed=1).to(dtype)
+    features = random(3, 2, 11, 13).to(dtype)
+    return Problem(reference, run, [features], grad_output, compiled_for_cpu=True, **tolerances)
+
+
+TARGET = torch.tensor([0, 4, 2, 5, 1, 5, 3, 0, 2])  # 5 is background
+WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.5, 3.0])
+LOGITS = random(9, 5) * 3
+# In float32, 1 - p is 0 for these where p is near 1, and its powers below 1 have no derivative there.
+CONFIDENT = torch.tensor([[20.0, -25.0], [-20.0, 25.0], [30.0, -30.0]])
+
+
+def reference_focal_loss(logits, target, weight, gamma, alpha):
+    rows = []
+    for row, label in zip(logits, target.tolist(), strict=True):
+        known = 0 <= label < len(row)
+        factor = weight[label].double() if len(weight) and known else 1.0
+        for c, x in enumerate(row):
+            p, not_p = 1 / (1 + torch.exp(-x)), 1 / (1 + torch.exp(x))
+            if c == label:
+                loss = alpha * not_p**gamma * torch.log1p(torch.exp(-x))  # -log p
+            else:
+                loss = (1 - alpha) * p**gamma * torch.log1p(torch.exp(x))  # -log(1 - p)
+            rows.append(loss * factor)
+    return torch.stack(rows).reshape(logits.shape) if rows else logits
+
+
+def focal_loss(gamma=2.0, alpha=0.25, weight=WEIGHT, target=TARGET, logits=LOGITS, dtype=torch.float32, atol=1e-6):
+    weight = weight.to(dtype)  # exact in any type
+
+    def run(operators, leaves, grad_output, start):
+        results = [torch.full_like(leaves[0], 7.0) for _ in range(2)]
+        for name, result in zip(("forward", "backward"), results, strict=True):
+            operator = getattr(operators, f"sigmoid_focal_loss_{name}")
+            given = (target.to(result.device), weight.to(result.device), result)
+            operator(leaves[0], *given, gamma=gamma, alpha=alpha)
+        return results
+
+    def reference(logits):
+        return reference_focal_loss(logits, target, weight, gamma, alpha)
+
+    return Problem(reference, run, [logits.to(dtype)], torch.ones_like(logits), atol=atol)
+
+
+SHAPES = [(4, 6), (3, 2), (1, 1)]
+B, QUERIES, HEADS, D, POINTS = 2, 3, 2, 4, 2
+
+
+def sample(plane, y, x):
+    """Bilinear interpolation of [H, W, d] between pixel centres, 0 outside."""
+    height, width = plane.shape[:2]
+    y, x = y * height - 0.5, x * width - 0.5
+    top, left = math.floor(y.item()), math.floor(x.item())
+    value = plane.new_zeros(plane.shape[2])
+    for row in (top, top + 1):
+        for column in (left, left + 1):
+            if 0 <= row < height and 0 <= column < width:
+                value = value + (1 - (y - row).abs()) * (1 - (x - column).abs()) * plane[row, column]
+    return value
+
+
+def reference_attention(value, locations, weights):
+    levels = value.split([h * w for h, w in SHAPES], dim=1)
+    result = []
+    for b in range(B):
+        for query in range(QUERIES):
+            for head in range(HEADS):
+                total = value.new_zeros(D)
+                for level, (h, w) in enumerate(SHAPES):
+                    plane = levels[level][b, :, head].view(h, w, D)
+                    for point in range(POINTS):
+                        x, y = locations[b, query, head, level, point]
+                        total = total + weights[b, query, head, level, point] * sample(plane, y, x)
+                result.append(total)
+    return torch.stack(result).view(B, QUERIES, HEADS * D)
+
+
+def deformable_attention(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(B, sum(h * w for h, w in SHAPES), HEADS, D, generator=generator)
+    locations = 1.4 * torch.rand(B, QUERIES, HEADS, len(SHAPES), POINTS, 2, generator=generator) - 0.2
+    weights = torch.rand(B, QUERIES, HEADS, len(SHAPES), POINTS, generator=generator)
+    grad_output = torch.randn(B, QUERIES, HEADS * D, generator=generator).to(dtype)
+
+    def run(operators, leaves, grad_output, start):
+        gradients, shapes = [leaf * 0 + start for leaf in leaves], level_shapes(grad_output.device)
+        given = (leaves[0], *shapes, *leaves[1:])
+        output = operators.ms_deform_attn_forward(*given, im2col_step=64)
+        operators.ms_deform_attn_backward(*given, grad_output, *gradients, im2col_step=64)
+        return output, *gradients
+
+    leaves = [t.to(dtype) for t in (value, locations, weights)]
+    return Problem(reference_attention, run, leaves, grad_output, rtol=1e-4, atol=1e-4)
+
+
+def level_shapes(device):
+    shapes = torch.tensor(SHAPES, device=device)
+    return shapes, torch.cat((shapes.new_zeros(1), shapes.prod(1).cumsum(0)[:-1]))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(roi_align(s, r, a) for s in (0.25, 1.0) for r in (0, 2) for a in (False, True)),
+        *(focal_loss(gamma, alpha, WEIGHT[:0]) for gamma in (0.0, 0.5, 2.0) for alpha in (0.25, 0.9)),
+        # The compiled operator reads beyond the weights of a background row.
+        *(focal_loss(gamma, alpha, target=TARGET.clamp(max=4)) for gamma in (0.0, 0.5, 2.0) for alpha in (0.25, 0.9)),
+        deformable_attention(),
+        roi_align(rois=ROIS[:0]),
+    ],
+)
+def test_values_and_gradients(problem, operators, device):
+    if device == "cpu" and operators is not torchvision_ops and not problem.compiled_for_cpu:
+        pytest.skip("mmcv compiles this operator for devices only")
+    assert problem.grad_output.numel() == 0 or problem.expected()[1].abs().sum() > 0
+    problem.check(problem.results(operators, device))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        roi_align(ratio=2, dtype=torch.float64, rtol=1e-12, atol=1e-12),
+        *(focal_loss(target=torch.where(TARGET == 5, label, TARGET)) for label in (5, -1, 255, -100)),
+        *(focal_loss(g, 0.25, WEIGHT[:0], torch.tensor([0, 0, 1]), CONFIDENT, atol=0) for g in (0.5, 2.0)),
+        *(focal_loss(weight=weight, target=TARGET[:0], logits=LOGITS[:0]) for weight in (WEIGHT, WEIGHT[:0])),
+    ],
+)
+def test_what_the_compiled_operators_do_not_promise(problem, device):
+    problem.check(problem.results(torchvision_ops, device))
+
+
+@HALF
+@pytest.mark.parametrize("make", [roi_align, focal_loss, deformable_attention])
+def test_half_precision_is_rounded_once(make, device, dtype):
+    problem = make(dtype=dtype)
+    for actual, wanted in zip(problem.results(torchvision_ops, device), problem.expected(), strict=True):
+        assert actual.dtype == dtype
+        assert_rounded_once(actual, wanted, slack=problem.atol)
+
+
+@pytest.mark.parametrize("problem", [roi_align(), deformable_attention()], ids=["roi_align", "deformable_attention"])
+def test_gradients_are_added(problem, device):
+    alone, added = (problem.results(torchvision_ops, device, start)[1:] for start in (0.0, 2.0))
+    for gradient, total in zip(alone, added, strict=True):
+        torch.testing.assert_close(total, gradient + 2)
+
+
+def test_maximum_is_refused():
+    features, pooled, unused = torch.zeros(3, 2, 4, 4), torch.zeros(len(ROIS), 2, 1, 1), torch.zeros(0)
+    settings = (1, 1, 1.0, 0, 0, True)
+    with pytest.raises(RuntimeError, match="pool_mode='max'.*use 'avg'"):
+        torchvision_ops.roi_align_forward(features, ROIS, pooled, unused, unused, *settings)
+    with pytest.raises(RuntimeError, match="pool_mode='max'.*use 'avg'"):
+        torchvision_ops.roi_align_backward(pooled, ROIS, unused, unused, features, *settings)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_roi_align_through_mmcv(device, deterministic):
+    """mmcv's module, as mmdet's RoI extractor calls it; a non-contiguous gradient reaches the operator."""
+    features = roi_align().leaves[0].to(device, copy=True).requires_grad_()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        layer = mmcv.ops.RoIAlign(SIZE, spatial_scale=0.25, sampling_ratio=0)
+        layer(features, ROIS.to(device)).transpose(2, 3).square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    exact = features.detach().double().cpu().requires_grad_()
+    reference_roi_align(exact, ROIS, SIZE, 0.25, 0, True).square().sum().backward()
+    torch.testing.assert_close(features.grad.double().cpu(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_focal_loss_through_mmcv(device, reduction):
+    if device == "cpu" and mmcv_ops_backend() == "compiled":
+        pytest.skip("mmcv compiles this operator for devices only")
+    given = LOGITS.to(device, copy=True).requires_grad_()
+    loss = mmcv.ops.sigmoid_focal_loss(given, TARGET.to(device), 2.0, 0.25, None, reduction)
+    loss.sum().backward()
+    expected, gradient = focal_loss(weight=WEIGHT[:0]).expected()
+    count = len(LOGITS) if reduction == "mean" else 1
+    expected = expected if reduction == "none" else expected.sum() / count
+    torch.testing.assert_close(loss.detach().double().cpu(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given.grad.double().cpu(), gradient / count, rtol=1e-5, atol=1e-6)
+
+
+def test_deformable_attention_through_the_function_that_mmcv_uses_on_cuda():
+    """On the CPU mmcv takes its PyTorch code; on CUDA this function, whatever serves ``mmcv._ext``."""
+    if mmcv_ops_backend() == "compiled" and not torch.cuda.is_available():
+        pytest.skip("the compiled operator runs on CUDA only")
+    device, problem = "cuda" if torch.cuda.is_available() else "cpu", deformable_attention()
+    leaves = [t.to(device).detach().requires_grad_() for t in problem.leaves]
+    output = MultiScaleDeformableAttnFunction.apply(leaves[0], *level_shapes(device), *leaves[1:], 64)
+    output.backward(problem.grad_output.to(device))
+    problem.check([output.detach(), *(leaf.grad for leaf in leaves)])
+
+
+def test_the_attention_layer_of_mmcv_runs(device):
+    torch.manual_seed(0)
+    layer = mmcv.ops.MultiScaleDeformableAttention(8, HEADS, len(SHAPES), POINTS, batch_first=True).to(device)
+    shapes, starts = level_shapes(device)
+    y = layer(
+        torch.randn(B, QUERIES, 8, device=device),
+        value=torch.randn(B, sum(h * w for h, w in SHAPES), 8, device=device),
+        reference_points=torch.rand(B, QUERIES, len(SHAPES), 2, device=device),
+        spatial_shapes=shapes,
+        level_start_index=starts,
+    )
+    y.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def overlap(a, b, offset):
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]) + offset)
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]) + offset)
+    areas = [(box[2] - box[0] + offset) * (box[3] - box[1] + offset) for box in (a, b)]
+    union = sum(areas) - width * height
+    return width * height / union if union else 0.0
+
+
+def reference_nms(boxes, scores, threshold, offset):
+    boxes, scores = boxes.double().tolist(), scores.double().tolist()
+    kept = []
+    for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
+        if all(overlap(boxes[i], boxes[k], offset) <= threshold for k in kept):
+            kept.append(i)
+    return kept
+
+
+def reference_softnms(boxes, scores, threshold, sigma, min_score, method, offset):
+    """mmcv's loop: the best box changes places with the first, a dropped one with the last."""
+    boxes, scores = boxes.double().tolist(), scores.double().tolist()
+    queue, first = list(range(len(scores))), 0
+    while first < len(queue):
+        best = max(range(first, len(queue)), key=lambda p: scores[queue[p]])
+        queue[first], queue[best] = queue[best], queue[first]
+        p = first + 1
+        while p < len(queue):
+            iou = overlap(boxes[queue[first]], boxes[queue[p]], offset)
+            if method == 2:
+                scores[queue[p]] *= math.exp(-(iou**2) / sigma)
+            elif iou >= threshold:
+                scores[queue[p]] *= 0 if method == 0 else 1 - iou
+            if scores[queue[p]] < min_score:
+                queue[p] = queue[-1]
+                queue.pop()
+            else:
+                p += 1
+        first += 1
+    return queue, [[*boxes[i], scores[i]] for i in queue]
+
+
+def crowd(count, seed, device="cpu"):
+    """Boxes on a coarse grid, so that many overlap, and scores with ties."""
+    generator = torch.Generator().manual_seed(seed)
+    corner = torch.randint(0, 30, (count, 2), generator=generator).float()
+    size = torch.randint(1, 17, (count, 2), generator=generator).float()
+    scores = torch.randint(1, 40, (count,), generator=generator) / 40
+    return torch.cat((corner, corner + size), 1).to(device), scores.to(device)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.35, 0.5, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 57])
+def test_nms(operators, device, count, threshold, offset):
+    boxes, scores = crowd(count, seed=count, device=device)
+    if operators is not torchvision_ops:
+        scores = scores + torch.arange(count, device=device) * 1e-4  # mmcv's sort leaves the order of ties open
+    kept = operators.nms(boxes, scores, iou_threshold=threshold, offset=offset)
+    assert kept.dtype == torch.int64 and kept.device.type == device
+    assert kept.tolist() == reference_nms(boxes, scores, threshold, offset)
+
+
+def test_offset_counts_the_last_pixel(operators):
+    # 2 x 2 pixels against 2 x 1: IoU 1/2 with the last pixel inside; without it the second box has no area.
+    boxes, scores = torch.tensor([[0.0, 0, 1, 1], [0, 0, 1, 0]]), torch.tensor([0.9, 0.8])
+    assert operators.nms(boxes, scores, iou_threshold=0.4, offset=1).tolist() == [0]
+    assert operators.nms(boxes, scores, iou_threshold=0.4, offset=0).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+def test_nms_keeps_a_box_at_the_threshold(operators, threshold):
+    """The IoU of these two is the float32 number nearest the threshold, which may lie above the float64 one."""
+    boxes = torch.tensor([[0.0, 0, 10, 1], [0, 0, 10 * threshold, 1]])
+    kept = operators.nms(boxes, torch.tensor([0.9, 0.8]), iou_threshold=threshold, offset=0)
+    assert kept.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("method", [0, 1, 2])
+@pytest.mark.parametrize("min_score", [0.0, 0.001, 0.3])
+@pytest.mark.parametrize("count", [1, 2, 41])
+def test_softnms(operators, count, min_score, method, offset):
+    boxes, scores = crowd(count, seed=count + 100)
+    if method:  # ties stay ties only where no decay is rounded
+        scores = torch.rand(count, generator=torch.Generator().manual_seed(count))
+    given, dets = scores.clone(), torch.full((count, 5), -1.0)
+    parameters = (0.3, 0.5, min_score, method, offset)
+    kept = operators.softnms(boxes, scores, dets, *parameters)
+    expected, rows = reference_softnms(boxes, scores, *parameters)
+    assert kept.tolist() == expected
+    torch.testing.assert_close(dets[: len(kept)].double(), torch.tensor(rows).double(), rtol=1e-5, atol=1e-6)
+    assert (dets[len(kept) :] == -1).all()
+    assert torch.equal(scores, given), "the caller's scores were changed"
+
+
+def test_boxes_without_area_do_not_become_nan():
+    boxes, dets = torch.tensor([[1.0, 1, 1, 1]] * 3), torch.zeros(3, 5)
+    kept = torchvision_ops.softnms(boxes, torch.tensor([0.5, 0.9, 0.7]), dets, 0.3, 0.5, 0.01, 2, 0)
+    assert kept.tolist() == [1, 2, 0]
+    assert dets[:, 4].tolist() == pytest.approx([0.9, 0.7, 0.5])
+
+
+def test_no_boxes(operators, device):
+    boxes, scores = torch.zeros(0, 4, device=device), torch.zeros(0, device=device)
+    kept = operators.nms(boxes, scores, iou_threshold=0.5, offset=1)
+    assert kept.shape == (0,) and kept.dtype == torch.int64 and kept.device.type == device
+    kept = operators.softnms(boxes.cpu(), scores.cpu(), torch.zeros(0, 5), 0.3, 0.5, 0.001, 1, 0)
+    assert kept.shape == (0,) and kept.dtype == torch.int64
+
+
+@HALF
+def test_half_precision_keeps_the_same_boxes(device, dtype):
+    boxes, scores = crowd(23, seed=5, device=device)  # these coordinates are exact in either type
+    scores = (torch.randperm(23, generator=torch.Generator().manual_seed(6)) / 32).to(device)
+    kept = torchvision_ops.nms(boxes.to(dtype), scores.to(dtype), iou_threshold=0.5, offset=0)
+    assert kept.tolist() == reference_nms(boxes, scores, 0.5, 0)
+    dets = torch.zeros(23, 5, dtype=dtype, device=device)
+    kept = torchvision_ops.softnms(boxes.to(dtype), scores.to(dtype), dets, 0.3, 0.5, 0.05, 1, 0)
+    expected, rows = reference_softnms(boxes, scores, 0.3, 0.5, 0.05, 1, 0)
+    assert kept.tolist() == expected
+    assert_rounded_once(dets[: len(kept)], torch.tensor(rows).double())
+
+
+@pytest.mark.parametrize("nms_type", ["nms", "soft_nms"])
+@pytest.mark.parametrize("class_agnostic", [False, True])
+def test_batched_nms_of_mmcv(nms_type, class_agnostic):
+    boxes, _ = crowd(48, seed=9)
+    scores = torch.randperm(48, generator=torch.Generator().manual_seed(1)) / 48 + 0.01
+    classes = torch.arange(48) % 3
+    config = dict(type=nms_type, iou_threshold=0.4)
+    dets, kept = mmcv.ops.batched_nms(boxes, scores, classes, config, class_agnostic)
+    expected = []
+    for group in [torch.arange(48)] if class_agnostic else [torch.nonzero(classes == c).flatten() for c in range(3)]:
+        if nms_type == "nms":
+            chosen = reference_nms(boxes[group], scores[group], 0.4, 0)
+            expected += [(scores[group[i]].item(), group[i].item()) for i in chosen]
+        else:
+            chosen, rows = reference_softnms(boxes[group], scores[group], 0.4, 0.5, 0.001, 1, 0)
+            expected += [(row[4], group[i].item()) for i, row in zip(chosen, rows, strict=True)]
+    expected.sort(reverse=True)
+    assert kept.tolist() == [index for _, index in expected]
+    assert dets[:, 4].tolist() == pytest.approx([score for score, _ in expected], rel=1e-4)
+    assert torch.equal(dets[:, :4], boxes[kept])
+
+
+def test_score_threshold_and_numpy_of_mmcv():
+    boxes, scores = crowd(31, seed=2)
+    dets, kept = mmcv.ops.nms(boxes.numpy(), scores.numpy(), 0.5, score_threshold=0.4, max_num=5)
+    likely = torch.nonzero(scores > 0.4).flatten()
+    expected = likely[reference_nms(boxes[likely], scores[likely], 0.5, 0)][:5]
+    assert isinstance(dets, np.ndarray) and kept.tolist() == expected.tolist()
+    assert dets.tolist() == torch.cat((boxes, scores[:, None]), 1)[expected].tolist()
