@@ -165,9 +165,13 @@ class ShowsEffective:
     def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
         raise NotImplementedError
 
+    def _may_be_recomputed(self, own: Tensor) -> bool:
+        # FSDP asks every module for its `weight` in the backward pass, where it is a flat shard.
+        return bool(self.site) and self.shows_weight and own.dim() > 1 and in_backward_pass()
+
     def _read(self, name: str) -> Tensor | None:
         own = self.own(name)
-        if own is None or not (self._runs or isinstance(own, fx.Proxy) or (self.shows_weight and in_backward_pass())):
+        if own is None or not (self._runs or isinstance(own, fx.Proxy) or self._may_be_recomputed(own)):
             return own
         if not self.shows_weight:
             raise TypeError(

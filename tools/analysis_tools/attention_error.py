@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mmspectral.analysis.dark_calibration import Fit
+from mmspectral.analysis import Fit
 from mmspectral.ops import (
     constant_attention,
     draw_projection,
