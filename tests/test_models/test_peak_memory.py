@@ -7,6 +7,8 @@ libraries such as oneDNN take for themselves, fragmentation, and what a GPU's
 kernels would need. Whole processes: tools/analysis_tools/benchmark.py conditioning.
 """
 
+import gc
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,6 +32,7 @@ def storage_bytes(tensors):
 def peak_bytes(model, x, autocast=False):
     """Return the largest number of bytes that a training step holds at once."""
     model.train()
+    gc.collect()  # what earlier tests left in reference cycles would be freed, and counted, in the profile
     with profile(profile_memory=True) as profiler:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             outputs = model(x)
