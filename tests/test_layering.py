@@ -11,7 +11,7 @@ from tests.helpers import ROOT, TOOLS, run_python
 PACKAGE = ROOT / "mmspectral"
 # From the ground up. What stands on one floor does not know its neighbours there.
 FLOORS = (
-    ("errors", "version", "registry"),
+    ("errors", "lazy", "version", "registry"),
     ("compat", "configs_path"),
     ("arguments",),
     ("ops",),

@@ -4,7 +4,7 @@ Names are imported when they are first used, so that a hook that reads spectra
 does not load the backbones, matplotlib or jinja2.
 """
 
-import importlib
+from mmspectral.lazy import lazy_names
 
 _NAMES = {
     "approximation": ("ApproximationError", "approximation_error", "kernel_attention"),
@@ -38,11 +38,4 @@ _NAMES = {
     "stock_twins": ("FAMILIES", "DenseBackbone"),
     "tables": ("write_csv",),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__, __all__ = lazy_names(__name__, _NAMES)

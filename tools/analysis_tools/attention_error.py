@@ -143,8 +143,7 @@ def data_sets(args: argparse.Namespace) -> Iterator[tuple[str, list[Layer]]]:
 
 
 def geometry_of(name: str, layer: Layer, m: int):
-
-    from mmspectral.analysis import Fit, Geometry, calibrate_geometry, query_key_moments
+    from mmspectral.analysis import Geometry, calibrate_geometry, query_key_moments
 
     q, k, v = layer.calibration
     if name in CALIBRATED:
