@@ -100,16 +100,6 @@ def test_degenerate_weights_give_finite_gradients(kind, weight):
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_with_interval_1_the_correction_follows_the_weight(kind):
-    model, x = make(kind())
-    before = model.qkv.correction_matrix()
-    step(model, x)
-    after = model.qkv.correction_matrix()
-    assert not torch.allclose(before, after)
-    assert refresh_corrections(model) == 0
-
-
-@pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_stored_correction_changes_only_when_it_is_due(kind):
     model, x = make(kind(interval=3))
     buffer = model.qkv.correction
@@ -205,13 +195,3 @@ def test_preserve_norm_keeps_the_frobenius_norm_and_the_condition_number(scope, 
         assert p.norm() > 1.04 * w.norm()
     kappas = [ops.condition_number(layout.split(t, scope)) for t in (kept, plain)]
     torch.testing.assert_close(*kappas, rtol=1e-9, atol=0)
-
-
-def test_preserve_norm_scales_the_gradient():
-    torch.manual_seed(0)
-    layout, x = ProjectionLayout(("v",), 2), torch.randn(5, 8)
-    linear = ConditionedLinear(nn.Linear(8, 8), IdentityCorrection(3.0, preserve_norm=0.5), layout)
-    linear(x).sum().backward()
-    s = ops.norm_factors([3.0], (8, 8), layout, "full", 0.5)[0]
-    assert s == pytest.approx((64 * 0.25 / (64 * 0.25 + 8 * 9)) ** 0.5)
-    torch.testing.assert_close(linear.weight.grad, s * x.sum(0).expand(8, 8))

@@ -188,17 +188,3 @@ def test_self_attention_projects_once(monkeypatch):
     model["attn"](q, k, k)
     model["attn"](q, k, v)
     assert seen == [(True, True), (False, True), (False, False)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_and_autocast(dtype):
-    stock, expected = stock_and_expected(batch_first=True)
-    model = nn.ModuleDict({"attn": stock})
-    condition(model, CONDITIONING)
-    inputs = tokens(True)
-    exact = expected(*inputs)[0]
-    low = copy.deepcopy(model).to(dtype)["attn"](*(t.to(dtype) for t in inputs))[0]
-    assert low.dtype == dtype and (low.double() - exact).norm() < 0.05 * exact.norm()
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = model.float()["attn"](*(t.float() for t in inputs))[0]
-    assert (mixed.double() - exact).norm() < 0.05 * exact.norm()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -208,43 +207,6 @@ def test_an_adapter_on_top_of_a_conditioned_projection(attention):
     torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-def test_functional_calls_compute_with_the_given_weights(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    nn.init.zeros_(model[0].qkv.weight)
-    torch.func.functional_call(model, weights, (x,)).sin().sum().backward()
-    expected(x).sin().sum().backward()
-    torch.testing.assert_close(weights["0.qkv.weight"].grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-@pytest.mark.parametrize("preserve_norm", [None, 0.1])
-def test_a_traced_graph_trains_w_and_keeps_c(attention, preserve_norm):
-    conditioning = dict(CONDITIONING, preserve_norm=preserve_norm)
-    model, _, x = pair(attention)
-    mmspectral.condition(model, conditioning)
-    graph = torch.fx.symbolic_trace(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    torch.testing.assert_close(graph(x), model(x), rtol=1e-12, atol=1e-12)
-    gradients = []
-    for m in (graph, model):
-        model.zero_grad()
-        m(x).sin().sum().backward()
-        gradients.append(model[0].qkv.weight.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("settings", [dict(type="SVDCorrection"), dict(type="SpectralNorm")])
-def test_what_follows_from_w_is_not_traced(settings):
-    model = mmspectral.condition(nn.Sequential(Caller()), settings)
-    with pytest.raises(TypeError, match=settings["type"]):
-        torch.fx.symbolic_trace(model)
-
-
 @pytest.mark.parametrize("settings", CONDITIONINGS, ids=repr)
 @pytest.mark.parametrize("attention", [Caller, Reader])
 def test_fold_leaves_stock_modules_and_unfold_undoes_it(attention, settings):
@@ -344,29 +306,6 @@ def test_weights_are_read_as_w_plus_c_only_while_the_layer_runs():
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 5, 11).double())
     assert isinstance(model[0].qkv.weight, nn.Parameter), "an error in the forward pass left W + C behind"
-
-
-@pytest.mark.parametrize("attention", [Caller, Reader])
-def test_pruning_and_copies(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    copied = pickle.loads(pickle.dumps(model))
-    prune.identity(model[0].qkv, "weight")
-    nn.init.zeros_(model[1].qkv.weight)
-    torch.testing.assert_close(copied(x), expected(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(model[0](x), expected[0](x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-def test_compiles_without_a_graph_break(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected(x), rtol=1e-12, atol=1e-12)
-    compiled(x).sin().sum().backward()
-    expected(x).sin().sum().backward()
-    torch.testing.assert_close(model[0].qkv.weight.grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
-    assert isinstance(model[0].qkv.weight, nn.Parameter)
 
 
 @pytest.mark.parametrize("settings", [QKNorm(), SpectralNorm()])
@@ -581,10 +520,3 @@ def test_transformers():
     check(perturbed(Last(llama)), tokens, 6)
     neox = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(vocab_size=50, **sizes))
     check(perturbed(Last(neox)), tokens, 2, layout=dict(row_order="[heads][3][d]"))
-
-
-def test_names_of_the_package():
-    for name in ("condition", "fold", "sites", "unfold"):
-        assert getattr(mmspectral, name) is getattr(mmspectral.layers, name) and name in mmspectral.__all__
-    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
-        mmspectral.unknown  # noqa: B018
