@@ -14,31 +14,20 @@ from mmspectral.layers import (
     IdentityCorrection,
     PolarCorrection,
     SVDCorrection,
-    condition_linear,
     fold,
     refresh_corrections,
     unfold,
 )
 from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.conditioning import reference
+from tests.test_layers.test_projection import Attention, tokens
 
 CORRECTIONS = [SVDCorrection, PolarCorrection]
 LAYOUTS = list(itertools.product(ops.ROW_ORDERS, ops.SCOPES, [(2, 3, 6), (2, 4, 5), (3, 2, 9)]))
 
 
-class Attention(nn.Module):
-    def __init__(self, conditioning=None):
-        super().__init__()
-        self.qkv = nn.Linear(12, 36)
-        condition_linear(self, "qkv", conditioning, ("q", "k", "v"), 3, "[3][heads][d]")
-
-    def forward(self, x):
-        return self.qkv(x)
-
-
 def make(conditioning, dtype=torch.float32):
-    torch.manual_seed(0)
-    return Attention(conditioning).to(dtype), torch.randn(2, 5, 12, dtype=dtype)
+    return Attention(conditioning, dtype=dtype), tokens(dtype)
 
 
 def step(model, x, refresh_at=None):
@@ -80,9 +69,9 @@ def test_gradients_are_those_of_a_constant(kind, interval):
     refresh_corrections(model, updates=1)
     x.requires_grad_()
     C = model.qkv.correction_matrix()
-    ours, naive = model(x), reference.conditioned_linear(x, model.qkv.weight, model.qkv.bias, C)
+    ours, naive = model.qkv(x), reference.conditioned_linear(x, model.qkv.weight, model.qkv.bias, C)
     torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
-    probe, leaves = torch.randn_like(naive), [x, *model.parameters()]
+    probe, leaves = torch.randn_like(naive), [x, *model.qkv.parameters()]
     for a, b in zip(torch.autograd.grad(ours, leaves, probe), torch.autograd.grad(naive, leaves, probe), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
