@@ -181,19 +181,15 @@ def test_sharing():
 @pytest.mark.parametrize(
     ("cfg", "error", "match"),
     [
-        ("dark", TypeError, "kernel must be None or a dict with a string 'type', got 'dark'"),
         (dict(num_features=8), TypeError, "a string 'type'"),
         (dict(type="drak"), KeyError, "unknown kernel type 'drak'; known: dark, performer"),
         (dict(type="performer", rank=2), TypeError, "performer has no argument 'rank'; it takes .*_delete_"),
         (dict(type="softmax", seed=1), TypeError, "softmax has no argument 'seed'; it takes none"),
-        (dict(type="dark", num_features=0), ValueError, r"num_features must be an integer in \[1, 65536\], got 0"),
         (dict(type="dark", num_features=2.5), ValueError, r"num_features must be an integer in \[1, 65536\], got 2.5"),
         (dict(type="dark", rank=9), ValueError, r"rank must be an integer in \[1, 8\], the width of a head, got 9"),
         (dict(type="dark", num_features=10**9), ValueError, r"num_features must be an integer in \[1, 65536\]"),
         (dict(type="dark", seed="q"), ValueError, "seed must be an integer, got 'q'"),
-        (dict(type="dark", orthogonal="no"), ValueError, "orthogonal must be one of True, False, got 'no'"),
         (dict(type="dark", sharing="heads"), ValueError, "sharing must be one of 'head', 'layer', 'model', got 'heads"),
-        (dict(type="dark", proposal="best"), ValueError, "proposal must be one of None, 'sharp', 'theorem_3_2'"),
         (dict(type="dark", shift=True), ValueError, "shift must be one of None, 'fixed', 'learned', got True"),
     ],
 )
@@ -207,8 +203,6 @@ def test_errors_of_settings(cfg, error, match):
     [
         ("performer", dict(M=torch.eye(D)[None]), "this kernel has no M; set geometry"),
         ("dark", dict(shift=torch.zeros(1, D)), "this kernel has no shift"),
-        ("dark", dict(proposal=Proposal(torch.eye(D)[None], torch.ones(1, D))), "no proposal_basis"),
-        ("dark", dict(M=torch.eye(D)), r"M of shape \(8, 8\) does not fit \(4, 8, 8\)"),
         ("dark_layer", dict(M=torch.ones(H, 3, D)), r"M of shape \(4, 3, 8\) does not fit \(1, 3, 8\)"),
         ("dark_sharp", dict(shift=torch.zeros(3, D)), r"shift of shape \(3, 8\) does not fit \(4, 8\)"),
     ],
