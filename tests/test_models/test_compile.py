@@ -45,7 +45,7 @@ def train(model, step_backend=None):
     Random features are drawn anew before each but the first.
     """
     # Not Adam: compiled, it takes its bias correction from a float32 count of steps, whatever the model is in.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     samples = [DataSample().set_gt_label(i % 3) for i in range(4)]
 
