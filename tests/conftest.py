@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 from mmengine.registry import DefaultScope
 
-from tests.helpers import QUICKSTART, ROOT, TINY, TOOLS, output_of
+from tests.helpers import QUICKSTART, ROOT, TINY, output_of, tool_output
 
 
 @pytest.fixture(autouse=True)
@@ -61,5 +61,5 @@ def quickstart_config():
 def trained_quickstart(tmp_path_factory):
     """Work folder of a finished tiny run."""
     work_dir = tmp_path_factory.mktemp("trained_quickstart")
-    output_of(sys.executable, TOOLS / "train.py", QUICKSTART, "--work-dir", work_dir, "--cfg-options", *TINY)
+    tool_output("train.py", QUICKSTART, "--work-dir", work_dir, "--cfg-options", *TINY)
     return work_dir

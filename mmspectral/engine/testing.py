@@ -81,15 +81,8 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
         notes.append("The config has no tta_pipeline; the image and its mirror image are used.")
         *pipeline, packing = deepcopy(dataset.pipeline)
         if detection:
-            packing["meta_keys"] = (
-                "img_id",
-                "img_path",
-                "ori_shape",
-                "img_shape",
-                "scale_factor",
-                "flip",
-                "flip_direction",
-            )
+            shapes = ("ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
+            packing["meta_keys"] = ("img_id", "img_path", *shapes)
         flips = [dict(type="RandomFlip", prob=1.0), dict(type="RandomFlip", prob=0.0)]
         cfg.tta_pipeline = [*pipeline, dict(type="TestTimeAug", transforms=[flips, [packing]])]
     cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
