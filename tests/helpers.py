@@ -60,10 +60,11 @@ def run(
 
 def output_of(*command: object, **options: object) -> str:
     """Run a command as :func:`run` does and return what it printed; fail the test if the command fails."""
-    return _printed(run(*command, **options))
+    return printed(run(*command, **options))
 
 
-def _printed(done: subprocess.CompletedProcess) -> str:
+def printed(done: subprocess.CompletedProcess) -> str:
+    """Return what a command printed; fail the test if it failed."""
     assert done.returncode == 0, f"{done.args}:\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout + done.stderr
 
@@ -127,7 +128,7 @@ def run_script(path: str, *arguments: str) -> None:
 
 def tool_output(name: str, *arguments: object, **options: object) -> str:
     """Run a script as :func:`run_tool` does and return what it printed; fail the test if it fails."""
-    return _printed(run_tool(name, *arguments, **options))
+    return printed(run_tool(name, *arguments, **options))
 
 
 def run_python(code: str, *flags: str, **options: object) -> subprocess.CompletedProcess:
@@ -185,18 +186,3 @@ def assert_rounded_once(actual, exact, slack: float = 1e-6) -> None:
 
     error = (actual.double().cpu() - exact).abs()
     assert (error <= torch.finfo(actual.dtype).eps / 2 * exact.abs() + slack).all()
-
-
-def check_ranks(work_dir: Path) -> dict:
-    """Assert what hook ``WriteRank`` of the toy saved on two ranks, and return what the first has."""
-    import torch
-
-    first, second = (torch.load(work_dir / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
-    for rank in (first, second):
-        assert rank["wrapper"] == "MMDistributedDataParallel"
-        assert rank["evaluations"] == 1
-        assert rank["with_gradient"] == sorted(rank["parameters"])
-    assert first["parameters"].keys() == second["parameters"].keys()
-    for name, value in first["parameters"].items():
-        assert torch.equal(value, second["parameters"][name]), name
-    return first

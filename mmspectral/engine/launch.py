@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
-from torch import nn
 
 from mmspectral.engine.resume import choose_checkpoint
 from mmspectral.errors import UsageError
 
-_AMP_ONLY = ("loss_scale", "dtype", "use_fsdp")
 # Where each launcher says what torch reads as RANK, WORLD_SIZE and LOCAL_RANK; torchrun sets these itself.
 _LAUNCHER_VARIABLES = {
     "pytorch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -32,12 +29,12 @@ _LAUNCHER_VARIABLES = {
 def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] = ()) -> Any:
     """Build the Runner on this process's device, hand it to ``run`` and leave the process group.
 
-    A machine without an accelerator gets gloo, float32 and BN where the config asks for nccl, mixed precision and
-    SyncBN. Lines that mmengine logs for each parameter are left out unless ``log_level`` is ``"DEBUG"``.
+    Lines that mmengine logs for each parameter are left out unless ``log_level`` is ``"DEBUG"``.
 
     Args:
-        cfg: Config of the run, with ``launcher`` and ``work_dir``; it is adapted to the device and by
-            :func:`mmspectral.engine.resume.choose_checkpoint`.
+        cfg: Config of the run, with ``launcher`` and ``work_dir``; it is adapted by
+            :func:`mmspectral.engine.resume.choose_checkpoint` and, without an
+            accelerator, by :func:`adapt_to_cpu`.
         run: What to do, such as ``Runner.train``.
         notes: Lines to log as warnings first.
 
@@ -50,21 +47,14 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] =
     """
     require_writable(cfg.work_dir)
     notes = [*notes, *choose_checkpoint(cfg)]
-    on_cpu = get_device() == "cpu"
-    if on_cpu and _replace_amp(cfg.get("optim_wrapper")):
-        notes.append("Mixed precision needs a GPU: AmpOptimWrapper was replaced by OptimWrapper (float32).")
-    if on_cpu and cfg.launcher != "none":
-        init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
-        # Not left to mmengine, which would fill in the number of a GPU.
-        wrapper = dict(broadcast_buffers=False, find_unused_parameters=cfg.get("find_unused_parameters", False))
-        cfg.model_wrapper_cfg = ConfigDict(wrapper, **cfg.get("model_wrapper_cfg") or {}, device_ids=None)
+    if get_device() == "cpu":
+        notes += adapt_to_cpu(cfg)
+        if cfg.launcher != "none":
+            init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
     try:
         runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
         if not runner.logger.isEnabledFor(logging.DEBUG):
             runner.logger.addFilter(_Brief())
-        if on_cpu and cfg.launcher != "none" and _has_sync_norm(runner.model):
-            runner.model = revert_sync_batchnorm(runner.model)
-            notes.append("SyncBN needs a GPU: it was replaced by BN, with statistics of each process.")
         _fit_checkpoints(runner)
         for note in notes:
             runner.logger.warning(note)
@@ -145,22 +135,39 @@ def init_cpu_process_group(launcher: str, dist_cfg: dict | None = None) -> None:
     dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
 
 
-def _replace_amp(wrapper: Any) -> bool:
-    """Replace AmpOptimWrapper here and in the wrappers below, of which there are several with several optimizers."""
-    if not isinstance(wrapper, dict):
+def adapt_to_cpu(cfg: Config) -> list[str]:
+    """Replace what needs an accelerator: mixed precision and, among ranks, SyncBN and mmengine's choice of a device.
+
+    Returns:
+        One sentence for each thing that is not as the config says.
+    """
+    notes = []
+    if _replace(cfg.get("optim_wrapper"), ("AmpOptimWrapper",), "OptimWrapper", ("loss_scale", "dtype", "use_fsdp")):
+        notes.append("Mixed precision needs a GPU: AmpOptimWrapper was replaced by OptimWrapper (float32).")
+    if cfg.get("launcher", "none") == "none":
+        return notes
+    wrapper = dict(broadcast_buffers=False, find_unused_parameters=cfg.get("find_unused_parameters", False))
+    # mmengine would fill in the number of a GPU.
+    cfg.model_wrapper_cfg = {**wrapper, **(cfg.get("model_wrapper_cfg") or {}), "device_ids": None}
+    if _replace(cfg.get("model"), ("SyncBN", "MMSyncBN"), "BN") | (cfg.pop("sync_bn", None) is not None):
+        notes.append("SyncBN needs a GPU: it was replaced by BN, with statistics of each process.")
+    return notes
+
+
+def _replace(node: Any, types: tuple[str, ...], replacement: str, without: tuple[str, ...] = ()) -> bool:
+    """Replace a ``type`` here and below, and drop what else only it takes; return whether there was any."""
+    if isinstance(node, (list, tuple)):
+        return sum(_replace(child, types, replacement, without) for child in node) > 0
+    if not isinstance(node, dict):
         return False
-    found = sum(map(_replace_amp, wrapper.values())) > 0
-    kind = wrapper.get("type")
-    if (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).rpartition(".")[2] != "AmpOptimWrapper":
+    found = _replace(list(node.values()), types, replacement, without)
+    kind = node.get("type")
+    if (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).rpartition(".")[2] not in types:
         return found
-    wrapper["type"] = "OptimWrapper"
-    for name in _AMP_ONLY:
-        wrapper.pop(name, None)
+    node["type"] = replacement
+    for name in without:
+        node.pop(name, None)
     return True
-
-
-def _has_sync_norm(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "SyncBatchNorm" for module in model.modules())  # torch's and mmcv's
 
 
 def _fit_checkpoints(runner: Runner) -> None:

@@ -7,14 +7,18 @@ import uuid
 from importlib import import_module
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.dataset import worker_init_fn
 from mmengine.optim import OptimWrapper
+from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.compat.checkpoints import SAFE_GLOBALS
 from mmspectral.engine import runtime_notes
+from mmspectral.engine.hooks.exact_resume import seed_worker
 from mmspectral.errors import UsageError
 from tests.helpers import CONFIGS, DATA, TINY
 
@@ -89,6 +93,28 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, s
     same_run(straight, tmp_path, "epoch_4.pth")
     assert checkpoints(tmp_path) == checkpoints(straight), "none was left over or lost"
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
+    """The first save fails, by option training goes on; then the config changes. A checkpoint has more than 300 kB."""
+    work_dir = tmp_path / "run"
+    status, log = train(work_dir, largest_file=100_000)
+    assert status == 1 and "epoch_1.pth" in log and "could not be written: File too large" in log
+    assert not list(work_dir.glob("*.pth")) and not list(work_dir.glob(".*.tmp"))
+    options = [f"default_hooks.checkpoint.{option}" for option in ("tolerated_failures=9", "save_best=None")]
+    status, log = train(work_dir, "--cfg-options", *options, largest_file=100_000)
+    assert status == 1 and log.count("tolerated; training goes on") == 4
+    assert "the last 4 saves failed" in log and "accuracy/top1" in log
+    assert train(work_dir)[0] == 0
+    before = {path: path.read_bytes() for path in work_dir.glob("*.pth")}
+    wider = ["--cfg-options", "model.backbone.arch.feedforward_channels=48"]
+    status, log = train(work_dir, "--resume", *wider)
+    assert status == 2
+    last = log.splitlines()[-1]
+    assert "epoch_4.pth is that of another model" in last and "[32, 16] there and [48, 16] in the model" in last
+    assert before == {path: path.read_bytes() for path in work_dir.glob("*.pth")}
 
 
 @pytest.mark.slow
@@ -181,6 +207,31 @@ def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_r
     weights = torch.load(straight / "epoch_3.pth", weights_only=False)["state_dict"]
     assert all(counter == 4 for name, counter in weights.items() if name.endswith("kernel.redraws"))
     same_run(straight, resumed, "epoch_3.pth")
+
+
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - as transforms do
+
+
+def test_workers_draw_what_the_main_process_decides():
+    """Other numbers in each epoch, and in each worker, and the same ones again from the same seed."""
+    stock = functools.partial(worker_init_fn, num_workers=2, rank=0, seed=0)
+
+    def epochs(init_fn):
+        torch.manual_seed(5)
+        loader = DataLoader(Draws(), batch_size=None, num_workers=2, worker_init_fn=init_fn)
+        return [json.dumps(list(loader)) for _ in range(2)]
+
+    ours = functools.partial(seed_worker, first=stock)
+    first, second = epochs(ours)
+    assert first != second and epochs(ours) == [first, second]
+    assert len({number for sample in json.loads(first) for number in sample}) == 12
+    first, second = epochs(stock)
+    assert first == second, "mmengine's repeats its numbers in each epoch"
 
 
 def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images, safe_loading):

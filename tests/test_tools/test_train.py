@@ -14,7 +14,7 @@ from mmengine.config import Config
 from mmspectral.arguments import add_run_arguments, host_package, read_config, set_loading
 from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine import predictions_writer, show_predictions, use_test_time_augmentation
-from mmspectral.engine.launch import _replace_amp
+from mmspectral.engine.launch import adapt_to_cpu
 from mmspectral.errors import UsageError
 from tests.helpers import TOOLS, TOY, Call, run_python
 
@@ -132,14 +132,18 @@ def test_checkpoints_are_read_safely_unless_trusted(loaders, flags, switch):
     assert [name for name in (FORCE_SAFE, FORCE_UNSAFE) if os.environ.get(name) == "1"] == [switch]
 
 
-def test_amp_goes_from_every_wrapper_on_a_cpu():
-    optimizer = dict(type="AdamW", lr=0.1)
-    wrapper = dict(type="AmpOptimWrapper", loss_scale="dynamic", optimizer=optimizer)
-    assert _replace_amp(wrapper) and wrapper == dict(type="OptimWrapper", optimizer=optimizer)
+def test_what_needs_a_gpu_is_replaced():
     amp = dict(type="mmengine.AmpOptimWrapper", dtype="bfloat16", accumulative_counts=2)
-    several = dict(constructor="Several", generator=amp, critic=dict(type="OptimWrapper"))
-    assert _replace_amp(several) and not _replace_amp(several)
-    assert several["generator"] == dict(type="OptimWrapper", accumulative_counts=2)
+    model = dict(neck=[dict(norm_cfg=dict(type="SyncBN", requires_grad=True))])
+    cfg = Config(dict(optim_wrapper=dict(constructor="Several", generator=amp), model=model, sync_bn="torch"))
+    assert len(adapt_to_cpu(cfg)) == 1
+    assert cfg.optim_wrapper.generator == dict(type="OptimWrapper", accumulative_counts=2)
+    assert cfg.model.neck[0].norm_cfg.type == "SyncBN", "mmengine's Runner replaces it where there are no ranks"
+    cfg.update(launcher="pytorch", model_wrapper_cfg=dict(bucket_cap_mb=1))
+    assert len(adapt_to_cpu(cfg)) == 1 and adapt_to_cpu(cfg) == []
+    assert cfg.model.neck[0].norm_cfg == dict(type="BN", requires_grad=True) and "sync_bn" not in cfg
+    wrapper = dict(bucket_cap_mb=1, broadcast_buffers=False, find_unused_parameters=False, device_ids=None)
+    assert cfg.model_wrapper_cfg == wrapper
 
 
 def detection_config(**model):

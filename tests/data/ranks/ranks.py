@@ -1,11 +1,7 @@
-"""What ranks do in the tests of distributed training: classes that configs name, and two programs for torchrun.
-
-The programs get their name, ``recomputed`` or ``sharded``, and the folder to write to.
-"""
+"""What ranks do in the tests of distributed training: classes that configs name, and two programs."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -264,7 +260,8 @@ def sharded():
     return {case: compare(case, mesh) for case in CASES}
 
 
-if __name__ == "__main__":
+def run_program(name, folder):
+    """Save what this rank's program of that name, ``recomputed`` or ``sharded``, returns."""
     distributed.init_process_group("gloo")
-    torch.save(globals()[sys.argv[1]](), Path(sys.argv[2], f"rank{get_rank()}.pth"))
+    torch.save(globals()[name](), Path(folder, f"rank{get_rank()}.pth"))
     distributed.destroy_process_group()
