@@ -47,17 +47,6 @@ def run_command():
 
 
 @pytest.fixture(scope="session")
-def tiny_options():
-    """``--cfg-options`` that make two iterations of the quick-start config."""
-    return list(TINY)
-
-
-@pytest.fixture(scope="session")
-def quickstart_config():
-    return QUICKSTART
-
-
-@pytest.fixture(scope="session")
 def trained_quickstart(tmp_path_factory):
     """Work folder of a finished tiny run."""
     work_dir = tmp_path_factory.mktemp("trained_quickstart")

@@ -1,6 +1,7 @@
 """Paths of the checkout, commands in processes of their own, and small data sets, for tests in any folder."""
 
 import contextlib
+import json
 import multiprocessing.forkserver
 import os
 import runpy
@@ -152,8 +153,6 @@ def class_folders(folder: Path, classes: Iterable[str], images: int = 2, size: t
 
 def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[int, int] = (64, 64)) -> Path:
     """Write noisy images with one box and mask each, and return the annotation file ``folder/annotations.json``."""
-    import json
-
     height, width = size
     class_folders(folder, ["images"], images, size)
     categories = [dict(id=number, name=name) for number, name in enumerate(classes, 1)]
@@ -168,6 +167,12 @@ def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[
     )
     (folder / "annotations.json").write_text(json.dumps(content))
     return folder / "annotations.json"
+
+
+def log_lines(work_dir: Path, having: str = "") -> list[dict]:
+    """Return the lines with that text which the newest run in a folder logged, of losses and of metrics."""
+    lines = max(Path(work_dir).glob("*/vis_data/scalars.json")).read_text().splitlines()
+    return [json.loads(line, parse_constant=int) for line in lines if having in line]  # NaN is no JSON
 
 
 class Call:

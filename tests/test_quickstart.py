@@ -5,13 +5,11 @@ import json
 import torch
 
 from mmspectral.compat.checkpoints import load_from_local
-from tests.helpers import QUICKSTART, ROOT, TINY, TOY, tool_output
+from tests.helpers import QUICKSTART, ROOT, TINY, TOY, log_lines, tool_output
 
 
 def metrics_of(work_dir):
-    logs = sorted(work_dir.glob("*/vis_data/scalars.json"))
-    lines = [json.loads(line) for line in logs[-1].read_text().splitlines()]
-    return [line for line in lines if "coco/bbox_mAP" in line][-1]
+    return log_lines(work_dir, "coco/bbox_mAP")[-1]
 
 
 def test_training_leaves_twelve_numbers_for_box_and_mask_and_a_safe_checkpoint(trained_quickstart):

@@ -104,14 +104,11 @@ def runtime_notes(cfg: Config) -> list[str]:
 
 
 def init_cpu_process_group(launcher: str, dist_cfg: dict | None = None) -> None:
-    """Join this process to a gloo group of CPU processes, which the Runner then leaves alone.
-
-    mmengine's own way calls ``torch.cuda.set_device``, whatever the backend.
+    """Join this process to a gloo group of CPU processes; mmengine calls ``torch.cuda.set_device`` for any backend.
 
     Args:
         launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"`` (Open MPI).
-        dist_cfg: The config's ``env_cfg.dist_cfg``; its ``timeout`` (seconds)
-            is used, its backend is not.
+        dist_cfg: The config's ``env_cfg.dist_cfg``, of which the ``timeout`` (seconds) is used.
 
     Raises:
         UsageError: The launcher's environment variables are missing.

@@ -116,16 +116,13 @@ def test_mmpretrains_ema_hook_comes_first(pretrained, tmp_path):
         assert torch.equal(own, averaged) and torch.equal(own, expected)
 
 
-def test_random_weights_are_warned_of(pretrained, tmp_path):
+def test_random_weights_and_a_twin_without_kernel_are_warned_of(pretrained, tmp_path):
     _, logged = train(config(tmp_path / "random", CALIBRATION))
     assert "the weights are random" in logged[0] and len(logged) == 2
     init_cfg = dict(type="Pretrained", checkpoint=pretrained, prefix="backbone.")
     _, logged = train(config(tmp_path / "init_cfg", CALIBRATION, init_cfg=init_cfg))
     assert len(logged) == 1
-
-
-def test_a_twin_without_kernel_trains_with_a_warning(pretrained, tmp_path):
-    watch, logged = train(config(tmp_path, CALIBRATION, kernel=None, load_from=pretrained))
+    watch, logged = train(config(tmp_path / "twin", CALIBRATION, kernel=None, load_from=pretrained))
     assert "no attention of the model has an M" in logged[0] and len(watch.images) == 2
 
 
@@ -139,10 +136,10 @@ def test_a_number_out_of_range_is_named(wrong):
 def test_two_ranks_end_with_one_geometry_and_the_same_draws(pretrained, tmp_path):
     redraw = dict(type="mmspectral.FeatureRedrawHook", interval=1)
     cfg = config(tmp_path, dict(type="WriteKernels"), CALIBRATION, redraw, load_from=pretrained)
-    cfg.custom_imports.imports.append("dark_ranks")
+    cfg.custom_imports.imports.append("ranks")
     cfg.dump(tmp_path / "config.py")
     options = ("--launcher", "pytorch", "--work-dir", tmp_path)
-    tool_output("train.py", tmp_path / "config.py", *options, ranks=2, path=[ROOT, TOY, DATA / "dark_ranks"])
+    tool_output("train.py", tmp_path / "config.py", *options, ranks=2, path=[ROOT, TOY, DATA / "ranks"])
     first, second = (torch.load(tmp_path / f"kernels{rank}.pth", weights_only=True) for rank in (0, 1))
     assert first.keys() == second.keys() and len(first) == 6
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

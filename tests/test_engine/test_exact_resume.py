@@ -48,11 +48,6 @@ def train(toys):
 
 
 @pytest.fixture(scope="module")
-def same_run(toys):
-    return toys.same_run
-
-
-@pytest.fixture(scope="module")
 def straight(train, tmp_path_factory):
     """Work folder of an uninterrupted run."""
     work_dir = tmp_path_factory.mktemp("straight")
@@ -79,7 +74,7 @@ def whole(work_dir):
     ],
 )
 @pytest.mark.fault
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, same_run, tmp_path, deaths):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(toys, train, straight, tmp_path, deaths):
     for death in deaths:
         before = whole(tmp_path)
         status, log = train(tmp_path, "--resume", death=death)
@@ -90,7 +85,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, s
     assert status == 0, log
     assert "Validating the checkpoint: this was due at iteration 16" in log
     assert "Epoch(train)" not in log, "only the metrics were missing"
-    same_run(straight, tmp_path, "epoch_4.pth")
+    toys.same_run(straight, tmp_path, "epoch_4.pth")
     assert checkpoints(tmp_path) == checkpoints(straight), "none was left over or lost"
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -120,7 +115,7 @@ def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.fault
-def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path):
+def test_killed_twenty_times_at_random(toys, train, straight, tmp_path):
     """One run after the other is killed until it ends by itself, at moments of which a third is any time."""
     draw = random.Random(0)
     kills, finished, status = 0, 0, None
@@ -135,7 +130,7 @@ def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path):
         if status == -9:
             kills += 1
         if status == 0:
-            same_run(straight, work_dir, "epoch_4.pth")
+            toys.same_run(straight, work_dir, "epoch_4.pth")
             assert checkpoints(work_dir) == checkpoints(straight)
             finished += 1
 
@@ -184,7 +179,7 @@ def test_a_killed_iteration_based_run_repeats_no_data(train, tmp_path, sampler):
         ),
     ],
 )
-def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_run, tmp_path, base, hooks):
+def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(toys, train, tmp_path, base, hooks):
     """Killed in the first save, in the first validation, and in the last of three epochs."""
     config, straight, resumed = (tmp_path / name for name in ("killed.py", "straight", "resumed"))
     config.write_text(
@@ -206,7 +201,7 @@ def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_r
     assert status == 0, log
     weights = torch.load(straight / "epoch_3.pth", weights_only=False)["state_dict"]
     assert all(counter == 4 for name, counter in weights.items() if name.endswith("kernel.redraws"))
-    same_run(straight, resumed, "epoch_3.pth")
+    toys.same_run(straight, resumed, "epoch_3.pth")
 
 
 class Draws(torch.utils.data.Dataset):

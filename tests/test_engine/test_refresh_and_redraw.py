@@ -9,12 +9,12 @@ import pytest
 import torch
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel, ExponentialMovingAverage
+from mmengine.model import BaseModel
 from mmengine.runner import IterBasedTrainLoop, Runner
 from torch import nn
 
 from mmspectral.engine.hooks import FeatureRedrawHook
-from mmspectral.layers import feature_kernels, refresh_corrections
+from mmspectral.layers import feature_kernels
 from mmspectral.models import DarkViT
 from mmspectral.ops.random_features import draw_projection
 
@@ -195,21 +195,6 @@ def test_fine_tuning_begins_with_the_correction_of_the_loaded_weights(tmp_path):
     _, watch = run(tmp_path / "second", 1, load_from=str(tmp_path / "first" / "iter_2.pth"))
     assert torch.equal(watch.trained[0].W, state(tmp_path / "first", 2)["state_dict"][f"{QKV}.weight"])
     assert torch.equal(watch.trained[0].C, fresh(watch.trained[0].W))
-
-
-@pytest.mark.parametrize("update_buffers", [False, True])
-def test_an_average_without_the_hook_is_refreshed_by_hand(update_buffers):
-    model = Model()
-    average = ExponentialMovingAverage(model, momentum=0.3, update_buffers=update_buffers)
-    for update in range(3):
-        refresh_corrections(model, updates=update)
-        with torch.no_grad():
-            model.get_parameter(f"{QKV}.weight").add_(torch.randn(48, 16))
-        average.update_parameters(model)
-    now = seen(average.module)
-    assert not torch.allclose(now.C, fresh(now.W))
-    assert refresh_corrections(average) == 2
-    assert torch.equal(seen(average.module).C, fresh(now.W))
 
 
 def test_trained_features_are_averaged_as_any_weight(tmp_path):

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from mmspectral.apis import predict
 from mmspectral.compat.__main__ import FILE_NAME, LINE
-from tests.helpers import CONFIGS, QUICKSTART, TINY, class_folders
+from tests.helpers import CONFIGS, QUICKSTART, TINY, class_folders, output_of
 
 MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 MMPRETRAIN_TOOLS = Path(find_spec("mmpretrain").origin).parent / ".mim" / "tools"
@@ -120,14 +120,14 @@ with open(out, "wb") as file:
 
 
 @pytest.fixture(scope="module")
-def run_host(run_command, tmp_path_factory):
+def run_host(tmp_path_factory):
     """Return a function that runs code with the line that ``compat install`` puts into site-packages."""
     folder = tmp_path_factory.mktemp("site")
     (folder / FILE_NAME).write_text(LINE)
 
     def run(code, *arguments):
         code = f"import site; site.addsitedir({str(folder)!r})\n{code}"
-        return run_command(sys.executable, "-W", "ignore", "-c", code, *arguments)
+        return output_of(sys.executable, "-W", "ignore", "-c", code, *arguments)
 
     return run
 

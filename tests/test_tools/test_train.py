@@ -1,7 +1,6 @@
 """train.py, test.py and print_config.py: their flags, and what they change in a config."""
 
 import argparse
-import json
 import os
 import pickle
 import re
@@ -16,14 +15,12 @@ from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 from mmspectral.engine import predictions_writer, show_predictions, use_test_time_augmentation
 from mmspectral.engine.launch import adapt_to_cpu
 from mmspectral.errors import UsageError
-from tests.helpers import TOOLS, TOY, Call, run_python
+from tests.helpers import TOOLS, TOY, Call, log_lines, run_python
 
 
 def scalars(work_dir):
     """The logged training steps of the newest run in ``work_dir``, by iteration."""
-    newest = max(work_dir.glob("*/vis_data/scalars.json"), key=lambda file: file.stat().st_mtime)
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
-    return {row["iter"]: (row["lr"], row["loss"]) for row in rows if "loss" in row}
+    return {row["iter"]: (row["lr"], row["loss"]) for row in log_lines(work_dir, '"loss"')}
 
 
 def test_amp_trains_in_float32_without_a_gpu_and_says_so(trained):
@@ -168,12 +165,8 @@ def test_default_augmentation_of_a_detector():
     flips, (packing,) = views.transforms
     assert sorted(flip.prob for flip in flips) == [0.0, 1.0]
     assert {"flip", "flip_direction", "img_id"} <= set(packing.meta_keys)
-
-
-def test_augmentation_of_a_mask_head_is_refused():
     with pytest.raises(UsageError, match="without --tta"):
         use_test_time_augmentation(detection_config(roi_head=dict(mask_head=dict(type="FCNMaskHead"))))
-    use_test_time_augmentation(detection_config(roi_head=dict(mask_head=None)))
 
 
 def test_pictures_use_the_hook_of_the_host(toy_config):
@@ -188,14 +181,11 @@ def test_pictures_use_the_hook_of_the_host(toy_config):
     use_test_time_augmentation(classifier)
     with pytest.raises(UsageError, match="--tta or --show-dir"):
         show_predictions(classifier, "pictures")
+    with pytest.raises(UsageError, match=r"out\.json"):
+        predictions_writer(classifier, "out.json")
     del cfg.default_hooks["visualization"]
     with pytest.raises(UsageError, match="visualization hook"):
         show_predictions(cfg, "pictures")
-
-
-def test_predictions_go_to_a_pickle_file():
-    with pytest.raises(UsageError, match=r"out\.json"):
-        predictions_writer(detection_config(), "out.json")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from mmspectral.registry import HOOKS
 class CorrectionRefreshHook(Hook):
     """Keep C up to date where ``conditioning`` has ``interval=n``: ``custom_hooks=[dict(type='mmspectral....')]``.
 
-    C is recomputed from W before updates 0, n, 2n, ... of the optimizer, of
-    which one takes ``accumulative_counts`` iterations. The rule depends on the
-    iteration alone and C is in the checkpoint, so a resumed run continues as it
+    C is recomputed from W before updates 0, n, 2n, ... of the optimizer, of which one takes ``accumulative_counts``
+    iterations. The rule depends on the iteration alone and C is in the checkpoint, so a resumed run continues as it
     would have. Ranks need not communicate: equal weights give equal C.
 
     Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged

@@ -145,6 +145,22 @@ class DyingRank(Hook):
         os.kill(os.getpid(), signal.Signals[self.how])
 
 
+@HOOKS.register_module()
+class WriteKernels(Hook):
+    """Give the second rank other images to calibrate on, and save the kernels after training."""
+
+    priority = "HIGH"
+
+    def before_train(self, runner):
+        for hook in runner.hooks:
+            if type(hook).__name__ == "DarkCalibrationHook":
+                hook.images["seed"] += get_rank()
+
+    def after_train(self, runner):
+        kernels = {name: tensor for name, tensor in _state(runner.model).items() if "kernel" in name}
+        torch.save(kernels, Path(runner.work_dir, f"kernels{get_rank()}.pth"))
+
+
 CONDITIONINGS = {
     "identity": IDENTITY,
     "identity per head": dict(type="IdentityCorrection", scale=0.5, scope="head"),
