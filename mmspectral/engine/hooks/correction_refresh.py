@@ -18,11 +18,9 @@ class CorrectionRefreshHook(Hook):
     iterations. The rule depends on the iteration alone and C is in the checkpoint, so a resumed run continues as it
     would have. Ranks need not communicate: equal weights give equal C.
 
-    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged
-    model is validated, tested and saved with the C of its averaged W, whatever
-    ``update_buffers`` says, and training goes on with the C it had. Used alone,
-    ``ExponentialMovingAverage`` copies or averages C:
-    call :func:`mmspectral.layers.refresh_corrections` on it before its forward pass.
+    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged model is validated, tested and
+    saved with the C of its averaged W, whatever ``update_buffers`` says, and training goes on with the C it had. Call
+    :func:`mmspectral.layers.refresh_corrections` on other averages before their forward pass.
     """
 
     priority = "ABOVE_NORMAL"  # before EMAHook, usually NORMAL, swaps, saves or evaluates

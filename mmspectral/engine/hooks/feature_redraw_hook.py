@@ -20,9 +20,8 @@ class FeatureRedrawHook(Hook):
     ``redraws``, which is in the checkpoint: a resumed run draws what it would have drawn, and ranks need not
     communicate. What is trained or calibrated (M, the shift, the proposal, the w of kernel ``learned``) stays.
 
-    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged
-    model gets draws and counter of the trained one after each update, whatever
-    ``update_buffers`` says: a mean of two draws is no draw.
+    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged model gets draws and counter of the
+    trained one after each update, whatever ``update_buffers`` says: a mean of two draws is no draw.
 
     Args:
         interval: n; to keep the first draws, leave the hook out.
