@@ -1,10 +1,11 @@
 """Command lines of ``tools/`` on a toy classifier, each in a process of its own."""
 
-import sys
+import functools
 
 import pytest
 
-from tests.helpers import ROOT, TOOLS, TOY, run
+from tests import helpers
+from tests.helpers import ROOT, TOY
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +16,7 @@ def toy_config():
 @pytest.fixture(scope="session")
 def run_tool():
     """Return a function that runs ``tools/NAME`` with arguments."""
-    return lambda name, *arguments, cwd=None: run(
-        sys.executable, TOOLS / name, *arguments, cwd=cwd, path=(ROOT, TOY), timeout=200
-    )
+    return functools.partial(helpers.run_tool, path=(ROOT, TOY), timeout=200)
 
 
 @pytest.fixture(scope="session")
