@@ -17,6 +17,8 @@ OWN_DATA = (
     "train_cfg.max_epochs=1",
     "train_cfg.val_interval=1",
     "param_scheduler=[]",
+    "train_dataloader.dataset.pipeline.2.scale=(64,64)",
+    "val_dataloader.dataset.pipeline.1.scale=(64,64)",
     *(f"{part}_dataloader.num_workers=0" for part in ("train", "val", "test")),
     *(f"{part}_dataloader.persistent_workers=False" for part in ("train", "val", "test")),
 )

@@ -22,38 +22,16 @@ from mmspectral.apis.detection import COCO_CATEGORY_IDS, category_ids
 from mmspectral.apis.prediction import image_ids
 from mmspectral.datasets.check.coco import read_annotations
 from mmspectral.errors import UsageError
+from tests.helpers import QUICKSTART
 
 CLASSES = ("disk", "square")
 
 DETECTOR = f"""
-_base_ = ["mmdet::_base_/models/mask-rcnn_r50_fpn.py", "mmdet::_base_/default_runtime.py"]
-model = dict(
-    backbone=dict(depth=18, base_channels=8, init_cfg=None),
-    neck=dict(in_channels=[8, 16, 32, 64], out_channels=16),
-    rpn_head=dict(in_channels=16, feat_channels=16),
-    roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=16),
-        bbox_head=dict(in_channels=16, fc_out_channels=16, num_classes=2),
-        mask_roi_extractor=dict(out_channels=16),
-        mask_head=dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=2),
-    ),
-    test_cfg=dict(rpn=dict(nms_pre=50, max_per_img=20), rcnn=dict(max_per_img=5)),
-)
-pipeline = [
-    dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(96, 64), keep_ratio=True),
-    dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
-]
-test_dataloader = dict(
-    batch_size=1,
-    dataset=dict(
-        type="CocoDataset",
-        data_root="DATA",
-        ann_file="",
-        metainfo=dict(classes={CLASSES}),
-        pipeline=pipeline,
-    ),
-)
+_base_ = {str(QUICKSTART)!r}
+heads = dict(bbox_head=dict(num_classes=2), mask_head=dict(num_classes=2))
+model = dict(roi_head=heads, test_cfg=dict(rcnn=dict(score_thr=0.0, max_per_img=5)))
+dataset = dict(_delete_=True, type="CocoDataset", ann_file="", metainfo=dict(classes={CLASSES}))
+test_dataloader = dict(dataset=dict(dataset, pipeline={{{{_base_.test_pipeline}}}}))
 """
 
 
@@ -70,7 +48,7 @@ def write_images(folder, names):
 def detector(tmp_path_factory):
     """A config file and an untrained checkpoint, whose detections all score about one third."""
     folder = tmp_path_factory.mktemp("detector")
-    (folder / "config.py").write_text(DETECTOR.replace("DATA", str(folder)))
+    (folder / "config.py").write_text(DETECTOR)
     import mmdet.models  # noqa: F401
     from mmdet.registry import MODELS
 
