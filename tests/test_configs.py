@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import mmspectral
 from mmspectral.engine.runner.launch import runtime_notes
-from mmspectral.layers import attention_layers, corrected_parameters, replaced_projections
+from mmspectral.layers import corrected_parameters
 from mmspectral.models.backbones import (
     DarkDeiT,
     DarkSwin,

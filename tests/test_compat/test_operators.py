@@ -8,6 +8,7 @@ import mmcv.ops
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction, multi_scale_deformable_attn_pytorch
 
 from mmspectral.compat import mmcv_ops_backend, torchvision_ops
@@ -60,35 +61,8 @@ ROIS = torch.tensor(
 )
 
 
-def sample_clamped(plane, y, x):
-    """Bilinear interpolation that is 0 beyond one pixel from the border and constant within it."""
-    height, width = plane.shape
-    if not (-1 <= y <= height and -1 <= x <= width):
-        return plane.new_zeros(())
-    y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
-    top, left = math.floor(y), math.floor(x)
-    bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
-    upper = plane[top, left] * (1 - (x - left)) + plane[top, right] * (x - left)
-    lower = plane[bottom, left] * (1 - (x - left)) + plane[bottom, right] * (x - left)
-    return upper * (1 - (y - top)) + lower * (y - top)
-
-
-def reference_roi_align(features, rois, size, scale, sampling_ratio, aligned):
-    height, width = size
-    result = []
-    for index, *corners in rois.double().tolist():
-        x1, y1, x2, y2 = (c * scale - (0.5 if aligned else 0.0) for c in corners)
-        roi_height, roi_width = (y2 - y1, x2 - x1) if aligned else (max(y2 - y1, 1.0), max(x2 - x1, 1.0))
-        rows = sampling_ratio or math.ceil(roi_height / height)
-        columns = sampling_ratio or math.ceil(roi_width / width)
-        for plane in features[int(index)]:
-            for i in range(height):
-                for j in range(width):
-                    ys = [y1 + (i + (r + 0.5) / rows) * roi_height / height for r in range(rows)]
-                    xs = [x1 + (j + (c + 0.5) / columns) * roi_width / width for c in range(columns)]
-                    values = [sample_clamped(plane, y, x) for y in ys for x in xs]
-                    result.append(torch.stack(values).mean() if values else plane.new_zeros(()))
-    return (torch.stack(result) if result else features[:0]).reshape(len(rois), features.shape[1], height, width)
+def reference_roi_align(features, rois, size, scale, ratio, aligned):
+    return torchvision.ops.roi_align(features, rois.double(), size, scale, ratio, aligned)
 
 
 def roi_align(scale=0.25, ratio=0, aligned=True, dtype=torch.float32, rois=ROIS, **tolerances):
