@@ -62,12 +62,9 @@ TYPICAL = [
 EVERY = pytest.mark.parametrize("name", NAMES)
 
 
-def by_default(few):
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize("name", [n if n in few else pytest.param(n, marks=slow) for n in NAMES])
-
-
-EACH_KIND = by_default(TYPICAL)
+EACH_KIND = pytest.mark.parametrize(
+    "name", [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 
 
 class Meta(TorchFunctionMode):
@@ -118,13 +115,6 @@ def parameters_by_name():
     metafiles = [yaml.safe_load(path.read_text()) for path in (ROOT / "configs").glob("*/metafile.yml")]
     models = [model for metafile in metafiles for model in metafile["Models"]]
     return {model["Config"].partition("/")[2]: model["Metadata"].get("Parameters") for model in models}
-
-
-@by_default(TYPICAL[::2])  # most of the time goes into formatting
-def test_dumps_and_reloads(name, tmp_path):
-    cfg = load(name)
-    cfg.dump(tmp_path / "dumped.py")
-    assert Config.fromfile(tmp_path / "dumped.py").to_dict() == cfg.to_dict()
 
 
 @EACH_KIND

@@ -89,13 +89,6 @@ def test_annotation_files(examples, coco_content, coco_config):
     budget(examples)(given(st.data())(check))()
 
 
-@budget(60)
-@given(text=st.text(max_size=40) | st.text(alphabet='[]{}":,0e-nulltrue', max_size=60))
-def test_files_of_any_text(text, coco_config):
-    with contextlib.suppress(UnicodeEncodeError):
-        assert check_dataset(coco_config(text)).all_errors
-
-
 def any_damage_ends_with_a_report(plain, data):
     report = check_dataset(Config(damage(plain, data, JUNK.filter(lambda value: value != "\ud800"))))
     assert str(report)

@@ -24,10 +24,6 @@ class Tally:
         if len(entry) <= _EXAMPLES:
             entry.append(where)
 
-    def count(self, problem: str) -> int:
-        """Return how often ``problem`` was added."""
-        return self._found[problem][0] if problem in self._found else 0
-
     def sentences(self) -> list[str]:
         """Return one sentence for each problem."""
         return [
