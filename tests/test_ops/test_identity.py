@@ -103,17 +103,6 @@ def test_weyl_bound_of_theorem_3_8():
             assert kappa < ops.condition_number(weight)
 
 
-def test_a_fused_weight_is_three_matrices():
-    """The criterion is the kappa of each projection, not that of the fused matrix."""
-    torch.manual_seed(0)
-    layout, single = ProjectionLayout(("q", "k", "v"), 4), ProjectionLayout(("q",), 4)
-    weight = 0.02 * torch.randn(3 * 64, 64)
-    fused = ops.add_identity(weight, [10.0] * 3, layout, "full")
-    assert torch.equal(fused, torch.cat([ops.add_identity(w, [10.0], single, "full") for w in weight.chunk(3)]))
-    assert (ops.condition_number(layout.split(fused)) < 1.2).all()
-    assert (ops.condition_number(layout.split(weight)) > 30).all()
-
-
 def test_condition_number_flags_rank_deficiency():
     assert ops.condition_number(torch.diag(torch.tensor([4.0, 2.0]))) == 2
     assert ops.condition_number(torch.ones(3, 3)) == torch.inf

@@ -154,14 +154,6 @@ def test_constant_values_come_back_from_opposite_queries_and_keys(small_chunks, 
     torch.testing.assert_close(out, v, rtol=0, atol=1e-12 if dtype == F64 else 1e-5)
 
 
-def test_one_maximum_for_all_key_features_would_fail_that_test():
-    """The test above means something: the usual stabiliser does divide by zero there."""
-    u = torch.nn.functional.normalize(tokens(64), dim=0).float()
-    w = draw_projection(128, 64, seed=0)
-    kappa, tau = w @ (20 * u) - 200, w @ (-20 * u)
-    assert ((kappa - kappa.max()).exp() * (tau - tau.max()).exp()).sum() == 0
-
-
 def test_causal_queries_are_not_disturbed_by_large_later_keys():
     """Later keys of the same chunk that are e^500 larger leave float32 as exact as before."""
     N, d = 32, 4
@@ -207,16 +199,6 @@ def test_queries_that_see_no_key_get_zero_and_no_gradient(small_chunks, causal):
     grads = torch.autograd.grad(out.square().sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads)
     assert all((grad[0] == 0).all() and grad[1].abs().sum() > 0 for grad in grads[:3])
-
-
-def test_per_head_scales_a_thousandfold_apart():
-    """Values and gradients where heads differ by 1e3."""
-    leaves, w = problem(N=9, L=9)
-    scales = torch.tensor([1e-3, 1.0], dtype=F64).view(1, 2, 1, 1)
-    q, k, v, M = leaves
-    ours = linear_attention(q * scales, k * scales, v, fold_features(w, M, 5, orthogonal=True))
-    naive = reference.linear_attention(q * scales, k * scales, v, w.expand(2, 11, 5), M, 5**-0.5)
-    assert_same(ours, naive, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -288,20 +270,6 @@ def test_decoding_one_token_at_a_time_is_causal_attention(H):
         state = summarise_keys(k[:, :, one], v[:, :, one], features, mask[:, one], state)
         torch.testing.assert_close(attend(q[:, :, one], features, state), whole[:, :, one], rtol=1e-11, atol=1e-12)
     assert state.lse.shape == (2, H, 11) and state.mean.shape == (2, H, 11, 3)
-
-
-def test_a_fixed_context_is_summarised_once():
-    (q, k, v, M), w = problem(N=4, L=30)
-    features = fold_features(w, M, 5, orthogonal=True)
-    state = summarise_keys(k, v, features)
-    torch.testing.assert_close(attend(q, features, state), linear_attention(q, k, v, features), rtol=1e-12, atol=0)
-
-
-def test_kernel_logits_are_the_weights():
-    (q, k, v, M), w = problem()
-    features = fold_features(w, M, 5, shift=tokens(5, seed=8), orthogonal=True)
-    weights = kernel_logits(q, k, features).softmax(-1)
-    torch.testing.assert_close(weights @ v, linear_attention(q, k, v, features), rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -128,18 +128,6 @@ def test_sharp_minimises_the_mean_log_second_moment():
         assert (1 - sigma) / 4 == pytest.approx((1 - (2 * sigma - 1)) / 8), "a of the paper"
 
 
-def test_the_closed_form_of_the_second_moment():
-    """E[(phi(q) phi(k))^2] with a proposal, against Gauss-Hermite-like quadrature over omega."""
-    sigma, x, y = 1.7, 0.4, 0.9
-    omega = torch.linspace(-30, 30, 600_001, dtype=torch.float64)
-    density = torch.exp(-omega.square() / (2 * sigma)) / math.sqrt(2 * math.pi * sigma)
-    ratio = math.sqrt(sigma) * torch.exp(-omega.square() / 2 + omega.square() / (2 * sigma))
-    product = torch.exp(omega * (x + y) - (x * x + y * y) / 2) * ratio
-    moment = torch.trapezoid(product.square() * density, omega).item()
-    closed = sigma / math.sqrt(2 * sigma - 1) * math.exp(2 * sigma * (x + y) ** 2 / (2 * sigma - 1) - x * x - y * y)
-    assert moment == pytest.approx(closed, rel=1e-9)
-
-
 def test_sharp_and_shift_lower_the_variance_they_are_made_for():
     q, k, c, M = setting()
     z = 1.4 * (q + k)
