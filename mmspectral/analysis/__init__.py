@@ -35,6 +35,6 @@ _NAMES = {
     "run_logs": ("kappa_history", "last_checkpoint", "last_metrics", "run_config", "training_curves"),
     "saturation": ("largest_scale", "probe_backbone", "saturation_rows", "saturation_table"),
     "stock_twins": ("FAMILIES", "DenseBackbone"),
-    "tables": ("write_csv",),
+    "tables": ("markdown_table", "write_csv"),
 }
 __getattr__, __all__ = lazy_names(__name__, _NAMES)

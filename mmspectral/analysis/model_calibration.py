@@ -30,6 +30,7 @@ from mmspectral.analysis.dark_calibration import (
     calibrate_geometry,
     query_key_moments,
 )
+from mmspectral.analysis.tables import markdown_table
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention, theorem_3_2_proposal
 
@@ -179,17 +180,14 @@ def gather_inputs(
 
 def calibration_table(rows: Sequence[LayerCalibration]) -> str:
     """Return one line per layer, and the medians over layers of both errors."""
+    header = ("layer", "m", "effective rank", "condition", "error, M = I", "error, calibrated", "M (heads)")
     lines = [
-        "| layer | m | effective rank | condition | error, M = I | error, calibrated | M (heads) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.layer} | {row.num_features} | {row.effective_rank:.1f} | {row.condition:.3g} | "
-        f"{row.error_before:.3f} | {row.error_after:.3f} | {row.choice} |"
+        [row.layer, row.num_features, f"{row.effective_rank:.1f}", f"{row.condition:.3g}"]
+        + [f"{row.error_before:.3f}", f"{row.error_after:.3f}", row.choice]
         for row in rows
     ]
     before, after = (statistics.median(getattr(row, name) for row in rows) for name in ("error_before", "error_after"))
-    return "\n".join([*lines, f"| median | | | | {before:.3f} | {after:.3f} | |"])
+    return markdown_table(header, [*lines, ["median", "", "", "", f"{before:.3f}", f"{after:.3f}", ""]])
 
 
 def _calibrate(kernel: RandomFeatureKernel, sample: AttentionInputs, fit: Fit | None, seed: int) -> CalibratedGeometry:

@@ -1,15 +1,18 @@
 """The table of approximation errors: its rows, that it goes on where it stopped, and its plot."""
 
 import csv
+import dataclasses
 import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "analysis_tools" / "attention_error.py"
+from mmspectral.analysis import Fit
+from tests.helpers import TOOLS
+
+TOOL = TOOLS / "analysis_tools" / "attention_error.py"
 
 
 @pytest.fixture
@@ -18,10 +21,11 @@ def run(monkeypatch):
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     threads = torch.get_num_threads()
-    tool.CALIBRATED = {name: options | dict(scales=(0.5, 1)) for name, options in tool.CALIBRATED.items()}
-    for options in tool.CALIBRATED.values():
-        if options["fit"] is not None:
-            options["fit"] = dict(steps=2)
+    quick = dict(scales=(0.5, 1))
+    tool.CALIBRATED = {
+        name: options | quick | dict(fit=options["fit"] and dataclasses.replace(options["fit"], steps=2))
+        for name, options in ((name, dict(fit=Fit()) | options) for name, options in tool.CALIBRATED.items())
+    }
 
     def main(*arguments):
         monkeypatch.setattr(sys, "argv", ["attention_error.py", "--seeds", "3", *map(str, arguments)])

@@ -12,7 +12,6 @@ both. Peak memory is that of a process of its own for each form.
 """
 
 import argparse
-import csv
 import importlib
 import multiprocessing
 import platform
@@ -112,13 +111,10 @@ def compare_times(seconds: Mapping[str, list[float]], baseline: str) -> dict[str
     compared = {}
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(times, seconds[baseline], strict=True)]
-        lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the data
-        compared[name] = dict(
-            ms=round(1e3 * statistics.median(times), 3),
-            ratio=round(median, 4),
-            lower_quartile=round(lower, 4),
-            upper_quartile=round(upper, 4),
-        )
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the data
+        numbers = (1e3 * statistics.median(times), *quartiles)
+        columns = ("ms", "lower_quartile", "ratio", "upper_quartile")
+        compared[name] = {column: round(number, 4) for column, number in zip(columns, numbers, strict=True)}
     return compared
 
 
@@ -155,16 +151,14 @@ def available(args: argparse.Namespace) -> list[str]:
     """Return the wanted implementations that there are, saying which are left out and why."""
     names = []
     for name in args.impl:
-        if name in PACKAGES and args.causal:
-            print(f"{name} is left out: it is compared without causal only", file=sys.stderr)
-            continue
         try:
+            if name in PACKAGES and args.causal:
+                raise ImportError("it is compared without causal only")
             if name in PACKAGES:
                 importlib.import_module(PACKAGES[name])
+            names.append(name)
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
-        names.append(name)
     return names
 
 
@@ -257,22 +251,7 @@ def benchmark_attention(args: argparse.Namespace) -> list[dict]:
         for name in here:
             peak = in_fresh_process(attention_peak, name, n, args)
             rows.append(dict(impl=name, n=n, forward_ms=forward[name]["ms"], **both[name], peak_extra_mib=peak))
-    for name in names:
-        if name != "softmax" and "softmax" in names:
-            print(crossover(rows, name), file=sys.stderr)
     return rows
-
-
-def crossover(rows: list[dict], name: str) -> str:
-    """Say from which measured length on ``name`` is faster than softmax, forward and backward."""
-    times = {(row["impl"], row["n"]): row["ms"] for row in rows}
-    lengths = sorted(n for impl, n in times if impl == "softmax" and (name, n) in times)
-    slower = [n for n in lengths if times[name, n] >= times["softmax", n]]
-    if not slower:
-        return f"{name} is faster than softmax at every length measured, from {lengths[0]} on"
-    if slower[-1] == lengths[-1]:
-        return f"softmax is faster than {name} at {slower[-1]}, the greatest length at which both were measured"
-    return f"softmax is faster than {name} up to {slower[-1]}, {name} from {lengths[lengths.index(slower[-1]) + 1]} on"
 
 
 # conditioning
@@ -449,15 +428,12 @@ def benchmark_corrections(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
-    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row.values()))} |" for row in rows)])
-
-
 def main() -> None:
     args = parse_args()
 
     import torch
+
+    from mmspectral.analysis import markdown_table, write_csv
 
     args.threads = args.threads or torch.get_num_threads()
     torch.set_num_threads(args.threads)
@@ -469,12 +445,9 @@ def main() -> None:
     if str(getattr(args, "device", "")).startswith("cuda"):
         machine = torch.cuda.get_device_name(args.device)
     print(f"torch {torch.__version__}, {machine}; {', '.join(f'{k} {v}' for k, v in settings.items())}\n")
-    print(markdown(rows))
+    print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
     if args.out:
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(rows, args.out)
 
 
 if __name__ == "__main__":

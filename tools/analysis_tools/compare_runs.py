@@ -65,17 +65,17 @@ def median_kappa(model) -> float:
 
 def comparison_table(runs: Sequence[Run]) -> str:
     """Return a Markdown table with one row per group: mean and, in brackets, smallest and largest of its seeds."""
-    lines = [
-        "| runs | seeds | box AP | mask AP | median kappa, start | median kappa, end |",
-        "|---|---|---|---|---|---|",
-    ]
+    from mmspectral.analysis import markdown_table
+
+    header = ("runs", "seeds", "box AP", "mask AP", "median kappa, start", "median kappa, end")
+    rows = []
     for group in dict.fromkeys(run.group for run in runs):
         members = [run for run in runs if run.group == group]
         seeds = ", ".join(str(seed) for seed in sorted(run.seed for run in members))
         cells = [spread([getattr(run, name) for run in members], "{:.3f}".format) for name in ("box_ap", "mask_ap")]
         cells += [spread([getattr(run, name) for run in members], short) for name in ("kappa_start", "kappa_end")]
-        lines.append(f"| {group} | {seeds} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([group, seeds, *cells])
+    return markdown_table(header, rows)
 
 
 def spread(values: Sequence[float], form: Callable[[float], str]) -> str:
