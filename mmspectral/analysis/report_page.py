@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from mmspectral.analysis.conditioning_report import CORRELATIONS, ModelState, ReportData, RunLog
-from mmspectral.analysis.jacobian import HeadJacobian, JacobianSettings
+from mmspectral.analysis.jacobian import JacobianSettings
 from mmspectral.analysis.projections import ProjectionCondition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
@@ -27,17 +28,8 @@ GRADES = {"good": "✓ good", "even": "≈ equal", "bad": "✗ not good", "unkno
 HOOK = "custom_hooks=[dict(type='mmspectral.ConditioningHook', interval=100)]"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the verdict.
-
-    Args:
-        topic: What was compared.
-        ours: Its value for the conditioned model.
-        twin: For the stock twin.
-        grade: Key of ``GRADES``.
-        meaning: What follows, in one sentence.
-    """
+class Finding(NamedTuple):
+    """One line of the verdict: what was compared, both values, a key of ``GRADES``, and what follows in a sentence."""
 
     topic: str
     ours: str
@@ -358,18 +350,15 @@ def _jacobian(states: Sequence[ModelState], settings: JacobianSettings) -> _Sect
             "This layer computes cross-covariance attention, which the theorems are not about: 'κ(J) of the layer' is "
             "that of its own head, by automatic differentiation."
         )
-    rows = [[label, *_jacobian_row(found, crossed)] for label, found in jacobians.items()]
+    rows = []
+    for label, found in jacobians.items():
+        bound, J = found.bound, found.condition
+        factors = (bound.tokens, bound.softmax_derivative, bound.query, bound.key, bound.value, bound.softmax)
+        numbers = [J.kappa, *([found.cross_covariance.kappa] if crossed else []), bound.effective]
+        kappa, *others = map(format_number, [*numbers, *(factor.kappa for factor in factors)])
+        rows.append([label, kappa, f"{J.rank:,} of {J.full_rank:,}", *others])
     table = ("Condition of the parameter Jacobian and the factors of its bound", header, rows)
     return _Section("Jacobian and its bound", paragraphs, tables=[table], folded=True)
-
-
-def _jacobian_row(found: HeadJacobian, crossed: bool) -> list[str]:
-    bound, J = found.bound, found.condition
-    factors = (bound.tokens, bound.softmax_derivative, bound.query, bound.key, bound.value, bound.softmax)
-    row = [format_number(J.kappa), f"{J.rank:,} of {J.full_rank:,}"]
-    if crossed:
-        row.append(format_number(found.cross_covariance.kappa))
-    return [*row, format_number(bound.effective), *(format_number(factor.kappa) for factor in factors)]
 
 
 def _svg(draw: Callable, height: float) -> str:
@@ -436,20 +425,18 @@ PAGE = """
 <title>{{ title }}</title>
 <style>
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem clamp(0.75rem, 3vw, 2rem) 3rem; max-width: 72rem; color: #1f2328;
-  background: #fff; font: 1rem/1.55 system-ui, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin-top: 2.5rem; border-bottom: 1px solid #d0d7de; padding-bottom: 0.25rem; }
-p { max-width: 52rem; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; font-size: 0.92rem; }
-dt, figcaption, caption { color: #57606a; } dd { margin: 0; overflow-wrap: anywhere; }
+body { margin: 0 auto; padding: 1rem 2vw 3rem; max-width: 72rem; color: #1f2328; font: 1rem/1.55 sans-serif; }
+h1, p, dd, tbody th { overflow-wrap: anywhere; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #d0d7de; }
+p { max-width: 52rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; }
+dt, figcaption, caption { color: #57606a; } dd { margin: 0; }
 figure { margin: 1rem 0; } img { display: block; width: 100%; min-width: 36rem; height: auto; }
 .scroll { overflow-x: auto; border: 1px solid #d0d7de; border-radius: 6px; padding: 0.25rem; }
-figcaption, caption { font-size: 0.9rem; text-align: left; padding: 0.4rem 0.1rem; }
+figcaption, caption { text-align: left; padding: 0.4rem 0.1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.92rem; }
 th, td { padding: 0.3rem 0.5rem; border-top: 1px solid #d0d7de; text-align: right; }
-th[scope=row], .verdict td, .verdict th { text-align: left; vertical-align: top; }
-tbody th { font-weight: 400; overflow-wrap: anywhere; }
+th[scope=row], .verdict td, .verdict th { text-align: left; vertical-align: top; } tbody th { font-weight: 400; }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 .headline { font-size: 1.1rem; font-weight: 600; }
 .grade { white-space: nowrap; font-weight: 600; border-radius: 1rem; padding: 0.1rem 0.6rem; }

@@ -131,11 +131,11 @@ def test_views_as_attention_layers_make_them():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(small_chunks, causal):
-    (q, k, v, M), w = problem(B=1, h=2, H=1, N=9, L=9, d=3, r=3, e=2, m=5)
-    shift = tokens(3, seed=6).requires_grad_()
+    (q, k, v, M), w = problem(B=1, h=2, H=1, N=9, L=9, d=2, r=2, e=1, m=3)
+    shift = tokens(2, seed=6).requires_grad_()
 
     def attention(q, k, v, M, shift):
-        return linear_attention(q, k, v, fold_features(w, M, 3, shift=shift, orthogonal=True), mask_of(1, 9), causal)
+        return linear_attention(q, k, v, fold_features(w, M, 2, shift=shift, orthogonal=True), mask_of(1, 9), causal)
 
     assert torch.autograd.gradcheck(attention, (q, k, v, M, shift))
 
@@ -286,19 +286,6 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     assert_same(compiled(q, k, v, M), attention(q, k, v, M), (q, k, v, M), 1e-13)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_nothing_kept_for_the_gradient_grows_with_tokens_times_features(causal):
-    kept = []
-    for m in (8, 512):
-        (q, k, v, M), w = problem(B=1, N=512, L=512, d=8, r=8, e=8, m=m, dtype=torch.float32)
-        features = fold_features(w, M, 8, orthogonal=True)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):  # noqa: B023
-            linear_attention(q, k, v, features, causal=causal)
-        kept.append(max(sizes))
-    assert max(kept) <= 512 * 2 * 8, "the largest tensor kept is q, k, v or the output, or m x d"
-
-
 def test_error_falls_with_the_number_of_features():
     """The root mean square error over 20 draws falls as m^(-1/2)."""
     q, k, v = (tokens(1, 1, 32, 8, seed=s, size=0.4) for s in (1, 2, 3))
@@ -310,16 +297,6 @@ def test_error_falls_with_the_number_of_features():
     slope = torch.tensor(errors).log2().diff()
     assert slope.mean().item() == pytest.approx(-0.5, abs=0.06), errors
     assert (slope < -0.2).all(), errors
-
-
-def test_keys_shifted_by_any_constant_leave_softmax_as_it_is():
-    q, k, v = (tokens(1, 1, 9, 4, seed=s, size=0.5) for s in (1, 2, 3))
-    shift = tokens(4, seed=4)
-    torch.testing.assert_close(softmax_attention(q, k - shift, v), softmax_attention(q, k, v))
-    w = draw_projection(2**15, 4, seed=0, dtype=F64)
-    for c in (None, q.mean((0, 1, 2)) + k.mean((0, 1, 2))):
-        out = linear_attention(q, k, v, fold_features(w, None, 4, shift=c, orthogonal=True))
-        assert (out - softmax_attention(q, k, v)).norm() < 0.01 * v.norm()
 
 
 @pytest.mark.parametrize("causal", [False, True])

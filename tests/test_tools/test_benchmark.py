@@ -80,12 +80,6 @@ def test_conditioning(table):
     assert all(float(row["ratio"]) == 1 for (_, form), row in rows.items() if form == "stock")
 
 
-def test_corrections(table):
-    rows = table("corrections", "--sizes", 8, "--kappas", 1000, "--device", "cpu")
-    assert [row["form"] for row in rows] == ["svd", "polar"]
-    assert all(float(row["kappa"]) < 3 for row in rows)
-
-
 @pytest.mark.slow
 def test_configs(table, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -110,7 +104,7 @@ def test_peak_memory_is_that_of_a_process_of_its_own(run_tool, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["corrections", "--rounds", "1"], "at least 2 rounds"),
+        (["attention", "--rounds", "1"], "at least 2 rounds"),
         (["conditioning", "--family", "xcit", "swin", "--arch", "tiny"], "size of one family"),
         (["configs", "none.py"], "no config none.py"),
     ],

@@ -92,7 +92,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--out", type=Path, required=True, help="CSV, continued if it exists")
-    parser.add_argument("--plot", type=Path, help="PNG, SVG or PDF of all that the CSV holds")
     args = parser.parse_args()
     if not args.npz and not args.synthetic and not args.checkpoint:
         parser.error("nothing to measure on: give --npz, --checkpoint or --synthetic.")
@@ -232,41 +231,6 @@ def markdown(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    names, quantities = list(dict.fromkeys(row["data"] for row in rows)), ("error_softmax", "error_own", "bias")
-    features = sorted({int(row["m"]) for row in rows})
-    figure = Figure(figsize=(3.2 * len(names) + 2.5, 8), layout="constrained")
-    panels = figure.subplots(len(quantities), len(names), squeeze=False, sharex=True, sharey="row")
-    colours = {name: f"C{i % 10}" for i, name in enumerate(ESTIMATORS)}
-    for column, data in enumerate(names):
-        for axes, quantity in zip(panels[:, column], quantities, strict=True):
-            for i, name in enumerate(ESTIMATORS):
-                mine = sorted(
-                    (int(row["m"]), float(row[quantity]))
-                    for row in rows
-                    if (row["data"], row["estimator"]) == (data, name) and row[quantity]
-                )
-                if mine:
-                    style = "o-" if i < 10 else "s--"
-                    axes.plot(*zip(*mine, strict=True), style, color=colours[name], ms=3, lw=1, label=name)
-            axes.set_xscale("log")
-            axes.set_xticks(features, features)
-            if quantity != "bias":  # which may be 0
-                axes.set_yscale("log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-            axes.minorticks_off()
-            axes.grid(alpha=0.3, which="both")
-            axes.set_ylabel(quantity if column == 0 else "")
-        panels[0, column].set_title(data, fontsize="small")
-        panels[-1, column].set_xlabel("features m")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    figure.savefig(path)
-
-
 def main() -> None:
     args = parse_args()
 
@@ -284,8 +248,6 @@ def main() -> None:
                     writer.writerow(keys[name] | row)
                     file.flush()
     print(markdown(read(args.out)))
-    if args.plot:
-        plot(read(args.out), args.plot)
 
 
 if __name__ == "__main__":

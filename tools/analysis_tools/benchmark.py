@@ -4,7 +4,6 @@
     benchmark.py attention     attention of linear cost against exact softmax, by length
     benchmark.py conditioning  backbones with a correction against mmpretrain's own at the same weights
     benchmark.py configs       whole training steps of configs against those of the first
-    benchmark.py corrections   finding C without an SVD against finding it with one
 
 A ratio is the median, over the rounds, of the time of a form over that of the
 baseline in the same round, so that a slow minute of a shared machine falls on
@@ -23,6 +22,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from mmengine.config import DictAction
+
+from mmspectral.arguments import read_config
 
 PACKAGES = {"darkformer-pytorch": "darkformer_pytorch", "performer-pytorch": "performer_pytorch"}
 IMPLEMENTATIONS = ("softmax", "dark", "dark-sharp", "performer", *PACKAGES)
@@ -43,10 +46,8 @@ def parse_args() -> argparse.Namespace:
     common.add_argument("--rounds", type=int, default=7)
     common.add_argument("--threads", type=int, help="default: torch's")
     common.add_argument("--out", type=Path, metavar="CSV")
-    device = argparse.ArgumentParser(add_help=False)
-    device.add_argument("--device", help="default: cuda where there is one, else cpu")
 
-    attention = commands.add_parser("attention", parents=[common, device], help=f"any of {', '.join(IMPLEMENTATIONS)}")
+    attention = commands.add_parser("attention", parents=[common], help=f"any of {', '.join(IMPLEMENTATIONS)}")
     attention.add_argument("--lengths", type=int, nargs="+", default=[196, 1024, 4096, 16384, 65536], help="N")
     attention.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     attention.add_argument("--baseline", choices=IMPLEMENTATIONS, default="softmax", help="what ratios are to")
@@ -57,6 +58,7 @@ def parse_args() -> argparse.Namespace:
     attention.add_argument("--features", type=int, default=128, help="m")
     attention.add_argument("--causal", action="store_true", help="leaves the packages out")
     attention.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    attention.add_argument("--device", help="default: cuda where there is one, else cpu")
 
     conditioning = commands.add_parser("conditioning", parents=[common], help="stock, corrections and folded")
     conditioning.add_argument("--family", nargs="+", choices=FAMILIES, default=["xcit"])
@@ -70,12 +72,7 @@ def parse_args() -> argparse.Namespace:
 
     configs = commands.add_parser("configs", parents=[common], help="steps without optimizer, on the first's data")
     configs.add_argument("configs", nargs="+", help="the first is what the others are divided by")
-    configs.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="changes to all configs")
-
-    corrections = commands.add_parser("corrections", parents=[common, device], help="polar iteration against SVD")
-    corrections.add_argument("--sizes", type=int, nargs="+", default=[192, 384, 768], help="D of D x D projections")
-    corrections.add_argument("--batch", type=int, default=3, help="matrices at once: q, k and v")
-    corrections.add_argument("--kappas", type=float, nargs="+", default=[1e3, 1e6], help="promised condition numbers")
+    configs.add_argument("--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="for all configs")
 
     args = parser.parse_args()
     if args.rounds < 2:
@@ -128,9 +125,7 @@ def in_fresh_process(function: Callable, *arguments: object) -> object:
     try:
         return receiver.recv()
     except EOFError:
-        raise SystemExit(
-            f"{function.__name__}{arguments[1:]} ended without a result: see above, or out of memory."
-        ) from None
+        raise SystemExit(f"{function.__name__}{arguments[1:]} ended without a result, as if out of memory.") from None
     finally:
         process.join()
 
@@ -339,20 +334,11 @@ def benchmark_conditioning(args: argparse.Namespace) -> list[dict]:
 # configs
 
 
-def load_config(path: str, args: argparse.Namespace):
-    from mmengine.config import DictAction
-
-    from mmspectral.arguments import read_config
-
-    options = {key: DictAction._parse_iterable(value) for key, value in (o.split("=", 1) for o in args.cfg_options)}
-    return read_config(path, options)
-
-
 def first_batch(args: argparse.Namespace) -> dict:
     from mmengine.registry import init_default_scope
     from mmengine.runner import Runner
 
-    cfg = load_config(args.configs[0], args)
+    cfg = read_config(args.configs[0], args.cfg_options)
     init_default_scope(cfg.get("default_scope", "mmengine"))
     loader = dict(cfg.train_dataloader, num_workers=0, persistent_workers=False)
     return next(iter(Runner.build_dataloader(loader, seed=0)))
@@ -365,7 +351,7 @@ def config_step(path: str, batch: dict, args: argparse.Namespace) -> Callable[[]
 
     from mmspectral.registry import MODELS
 
-    cfg = load_config(path, args)
+    cfg = read_config(path, args.cfg_options)
     set_random_seed(0)
     with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
         model = MODELS.build(cfg.model)
@@ -398,34 +384,6 @@ def benchmark_configs(args: argparse.Namespace) -> list[dict]:
     return [
         dict(config=Path(path).stem, images=shapes, **times, peak_mib=peaks[path]) for path, times in compared.items()
     ]
-
-
-# corrections
-
-
-def benchmark_corrections(args: argparse.Namespace) -> list[dict]:
-    import torch
-
-    from mmspectral import ops
-
-    rows = []
-    for size in args.sizes:
-        generator = torch.Generator().manual_seed(0)
-        W = (0.02 * torch.randn(args.batch, size, size, generator=generator)).to(args.device)
-        for kappa in args.kappas:
-            found = {"svd": ops.svd_correction, "polar": partial(ops.polar_correction, kappa=kappa)}
-
-            def step(form: Callable, W=W) -> None:
-                form(W)
-                if W.is_cuda:
-                    torch.cuda.synchronize()
-
-            seconds = time_in_turn({name: partial(step, form) for name, form in found.items()}, args.rounds)
-            for name, times in compare_times(seconds, "svd").items():
-                reached = ops.condition_number(W.double() + found[name](W).double()).max().item()
-                case = dict(size=size, matrices=args.batch, promised_kappa=f"{kappa:g}", form=name)
-                rows.append(case | times | dict(kappa=round(reached, 4)))
-    return rows
 
 
 def main() -> None:

@@ -8,25 +8,17 @@ import argparse
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SEED_SUFFIX = re.compile(r"-seed(\d+)$")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished run.
+class Run(NamedTuple):
+    """One finished run: AP of its last validation, and medians of kappa over layers and projections.
 
-    Args:
-        group: Folder name without ``-seedN``.
-        seed: N.
-        box_ap: ``coco/bbox_mAP`` of the last validation.
-        mask_ap: ``coco/segm_mAP`` likewise.
-        kappa_start: Median, over layers and projections, of the condition number
-            of what the layers multiply by (W + C, or W of a stock model), of the
-            config's model as drawn from N.
-        kappa_end: The same of the last checkpoint.
+    kappa is that of what the layers multiply by (W + C, or W of a stock model), of the
+    config's model as drawn from the seed and with the last checkpoint.
     """
 
     group: str

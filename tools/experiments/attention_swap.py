@@ -18,8 +18,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,6 @@ KERNELS = {
 FITS = {"dark calibrated": Fit(steps=1000, lr=0.002), "temperature": None}
 REGIMES = {"full": "all", "limited": "projections"}
 STAGES = {"replaced": "replaced, not trained", "first_epoch": "after 1 epoch", "final": "after fine-tuning"}
-KEY = ("study", "kernel", "num_features", "regime", "lr", "seed")
 SPIKE_WINDOW = 25
 PADDING = 4
 
@@ -170,9 +170,8 @@ def accuracy(model: nn.Module, data: ImageSet, batch_size: int = 250) -> float:
     return correct / len(data.labels)
 
 
-@dataclass(frozen=True)
-class SwapRow:
-    """One fine-tuning: what it was, the accuracies (None where training diverged before) and how training went."""
+class SwapRow(NamedTuple):
+    """One fine-tuning: what it was (the first six), accuracies (None where it diverged before) and how it went."""
 
     study: str
     kernel: str
@@ -186,10 +185,6 @@ class SwapRow:
     last_loss: float
     spikes: int
     diverged: bool
-
-    @property
-    def key(self) -> tuple:
-        return tuple(getattr(self, name) for name in KEY)
 
 
 def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: float = 5.0, least: float = 0.5) -> int:
@@ -271,10 +266,10 @@ def swap_and_tune(
 def append_row(row: SwapRow, path: Path) -> None:
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SwapRow)], lineterminator="\n")
+        writer = csv.DictWriter(file, SwapRow._fields, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow(asdict(row))
+        writer.writerow(row._asdict())
 
 
 def read_rows(path: Path) -> list[SwapRow]:
@@ -413,7 +408,7 @@ def train_softmax(args: argparse.Namespace) -> None:
 def run_study(args: argparse.Namespace) -> None:
     checkpoint = torch.load(args.checkpoint, weights_only=True)
     train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
-    done = {row.key for row in read_rows(args.csv)}
+    done = {row[:6] for row in read_rows(args.csv)}
     options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
     if args.command == "sweep":
         # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
