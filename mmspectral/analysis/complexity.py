@@ -28,13 +28,7 @@ from mmspectral.ops.random_features.causal import CHUNK
 
 @dataclass(frozen=True)
 class Complexity:
-    """What one part of a model costs for one input.
-
-    Args:
-        parameters: Their elements.
-        multiply_adds: Of the forward pass.
-        activations: Elements that convolutions and products put out.
-    """
+    """Elements of the parameters, multiply-adds of a forward pass, elements that convolutions and products put out."""
 
     parameters: int
     multiply_adds: int
@@ -43,15 +37,10 @@ class Complexity:
 
 @dataclass(frozen=True)
 class ModelComplexity:
-    """What a model costs for one input, as a whole and by part.
+    """What a model costs for one input [B, C, H, W], as a whole and by child module.
 
-    Args:
-        input_shape: Of the input [B, C, H, W].
-        total: Of the whole.
-        parts: Of each child module that costs anything, and under ``"rest"``
-            what the model does outside of calls of its children, if anything.
-        operators: Multiply-adds by operator.
-        uncounted: How often each operator ran that counts 0.
+    Under ``"rest"`` stands what the model does outside of calls of its children. ``operators`` are
+    multiply-adds by operator, ``uncounted`` says how often each operator ran that counts 0.
     """
 
     input_shape: tuple[int, ...]

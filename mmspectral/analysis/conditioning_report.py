@@ -31,13 +31,9 @@ DEFAULT_PROBE_LENGTH = 196  # 224-pixel images in patches of 16
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure.
+    """A model to measure: its config, and paths or URLs of trained weights, oldest first.
 
-    Args:
-        name: Of its config.
-        cfg: Its config.
-        checkpoints: Paths or URLs of trained weights, oldest first.
-        work_dir: Folder of its run; None takes that of the last checkpoint.
+    ``work_dir`` is the folder of its run; None takes that of the last checkpoint.
     """
 
     name: str
@@ -55,12 +51,8 @@ class Subject:
 class ModelState:
     """Everything that the report shows of one state of one model.
 
-    Args:
-        label: Name of the state.
-        spectra: One for each projection, in module order.
-        saturations: By attention layer and probe correlation.
-        jacobians: By ``"W"`` and ``"W + C"``; empty if none was asked for.
-        stock: Whether the model is the stock twin.
+    Spectra are in module order, saturations by attention layer and probe correlation, Jacobians (if
+    asked for) by ``"W"`` and ``"W + C"``; ``stock`` says that the model is the twin.
     """
 
     label: str
@@ -88,12 +80,8 @@ class RunLog:
 class ReportData:
     """What goes into a report.
 
-    Args:
-        title: Heading of the page.
-        facts: Names and values for the head of the page.
-        states: States of the conditioned model, then of its stock twin.
-        logs: Of the runs whose folders are known, by ``"conditioned"`` and ``"stock twin"``.
-        jacobian: Settings of the Jacobian section; None leaves it out.
+    States are those of the conditioned model, then of its stock twin; logs are by ``"conditioned"`` and
+    ``"stock twin"``; ``jacobian`` None leaves out that section.
     """
 
     title: str
@@ -188,8 +176,7 @@ def measure(
     Args:
         model: The model that the report is about, or its stock twin.
         label: Name of the state.
-        scopes: Scope of each projection of the conditioned model by name, so
-            that a twin is measured by the same matrices.
+        scopes: See :func:`projection_conditions`.
         jacobian: Which Jacobian to take, if any.
         stock: Whether this is the twin.
 

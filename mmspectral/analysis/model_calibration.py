@@ -35,17 +35,9 @@ from mmspectral.ops.random_features import draw_projection, linear_attention, so
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What calibration found in one attention layer; numbers are medians over its heads.
+    """What calibration found for one kernel: medians over the heads of what a :class:`CalibratedGeometry` has.
 
-    Args:
-        layer: Name of the kernel's module.
-        num_features: m.
-        effective_rank: exp(entropy) of the eigenvalues of the covariance of queries
-            and keys: d where it is isotropic, 1 where one direction has all.
-        condition: Condition number of that covariance.
-        error_before: Relative error of the attention output against exact softmax with M = I.
-        error_after: With what was chosen.
-        choice: Which M were chosen, and for how many heads.
+    ``choice`` says which M were chosen, and for how many heads.
     """
 
     layer: str

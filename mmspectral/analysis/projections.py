@@ -37,13 +37,9 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class AttentionProjection:
-    """One fused or separate projection of an attention layer.
+    """One projection of an attention layer: a module, or a parameter [P * D, E] of an ``nn.MultiheadAttention``.
 
-    Args:
-        name: Module name, or that of the parameter in an ``nn.MultiheadAttention``.
-        module: The module that holds the weight.
-        layout: The rows of the weight.
-        parameter: The weight's name in the module; [P * D, E].
+    ``name`` is that of the module or of the parameter; ``layout`` says what the rows are.
     """
 
     name: str
@@ -155,18 +151,13 @@ def _stock_layouts(module: nn.Module) -> dict[str, ProjectionLayout]:
 
 
 def spread(names: Sequence[str], count: int) -> list[str]:
-    """Return at most ``count`` of ``names``, evenly spaced, with the first and the last.
-
-    Raises:
-        ValueError: ``count`` is less than 1.
-    """
+    """Return at most ``count`` of ``names``, evenly spaced, with the first and the last; ValueError below 1."""
     if count < 1:
         raise ValueError(f"at least one layer must be chosen, got {count}.")
-    if count >= len(names):
+    last = len(names) - 1
+    if count > last:
         return list(names)
-    if count == 1:
-        return [names[0]]
-    return [names[round(i * (len(names) - 1) / (count - 1))] for i in range(count)]
+    return [names[round(i * last / max(count - 1, 1))] for i in range(count)]
 
 
 @dataclass(frozen=True)

@@ -200,13 +200,8 @@ def _kappa(states: Sequence[ModelState]) -> _Section:
 def plot_projection_conditions(rows: Sequence[ProjectionCondition], path: str, title: str = "") -> None:
     """Draw one panel per role: kappa over the layers, without and with the correction, on a log axis.
 
-    Args:
-        rows: What :func:`mmspectral.analysis.projection_conditions` returned.
-        path: Picture to write; the suffix chooses the format.
-        title: Text above the panels.
-
-    Raises:
-        ValueError: There is nothing to draw.
+    ``rows`` are those of :func:`mmspectral.analysis.projection_conditions`, at least one; the suffix of
+    the path chooses the format.
     """
     if not rows:
         raise ValueError("the model has no conditioned projection: build it with a `conditioning` dict.")

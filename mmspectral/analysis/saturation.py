@@ -22,13 +22,10 @@ from mmspectral.registry import MODELS
 
 
 class Start(NamedTuple):
-    """One attention layer on probe tokens, at initialisation.
+    """One attention layer on probe tokens, at initialisation; entropy is relative to that of uniform attention.
 
-    Args:
-        relative_entropy: Mean entropy of attention over that of uniform attention.
-        largest_logit: Largest absolute logit.
-        gradients: Frobenius norm of the gradient of W_q, W_k and W_v, by role, of
-            the inner product of the output with a fixed Gaussian tensor.
+    Gradients are Frobenius norms for W_q, W_k and W_v, by role, of the inner product of the output
+    with a fixed Gaussian tensor.
     """
 
     relative_entropy: float
@@ -38,17 +35,10 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class SaturationRow:
-    """A backbone under one correction, on tokens of one correlation.
+    """A backbone under one correction of scale lambda, on tokens of one correlation.
 
-    Args:
-        model: Backbone and size.
-        scale: lambda.
-        preserve_norm: See :class:`mmspectral.layers.IdentityCorrection`; None is plain W + C.
-        correlation: Of two probe tokens.
-        relative_entropy: Mean over the layers.
-        largest_logit: Largest of the layers.
-        gradient_q: |gradient of W_q| over that at lambda = 0, mean over the layers.
-        gradient_k: The same for W_k.
+    Entropy and gradients (over those at lambda = 0) are means over the layers. ``preserve_norm`` is
+    that of :class:`mmspectral.layers.IdentityCorrection`; None is plain W + C.
     """
 
     model: str
@@ -83,14 +73,12 @@ def probe_backbone(
     Args:
         type_name: Type registered here, such as ``"SpectralXCiT"``, or with the prefix of another scope.
         arch: Its size.
-        max_layers: Layers taken of each class, evenly spaced. Those of one class
-            start alike, up to their width, heads and number of tokens.
+        max_layers: Layers taken of each class, evenly spaced.
         image_size: Side of the image that says how many tokens each layer sees.
         seed: Of the initialisation; the global generator is put back after.
 
     Returns:
-        One entry per class of attention layer: window and channel attention of
-        DaViT start differently.
+        One entry per class of attention layer: window and channel attention of DaViT start differently.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -134,12 +122,8 @@ def saturation_rows(
 ) -> list[SaturationRow]:
     """Measure a backbone with ``IdentityCorrection`` at every scale, form and correlation.
 
-    Args:
-        backbone: From :func:`probe_backbone`.
-        scales: Values of lambda; 0 is no correction, and measured once.
-        correlations: Of two probe tokens.
-        preserve_norms: Forms of the correction: None, and standard deviations of
-            the initial weights for the norm-preserving form.
+    Scale 0 is no correction, and measured once; ``preserve_norms`` holds None for the plain form, and
+    standard deviations of the initial weights for the norm-preserving one.
     """
     layers = backbone.layers.values()
     rows = []
@@ -175,20 +159,10 @@ def largest_scale(
     preserve_norm: float | None = None,
     upper: float = 100.0,
 ) -> float:
-    """Suggest the largest lambda that keeps a share of the maximal entropy in every layer measured.
+    """Return the largest lambda that keeps the share ``min_entropy`` of uniform attention's in every layer.
 
-    Found by bisection to 1 %, rounded down to two digits; entropy is taken to
-    fall with lambda.
-
-    Args:
-        backbone: One entry of what :func:`probe_backbone` returned.
-        min_entropy: Share of the entropy of uniform attention.
-        correlation: Of two probe tokens.
-        preserve_norm: Form of the correction.
-        upper: Largest lambda considered.
-
-    Returns:
-        lambda; ``upper`` if even that keeps the share, 0 if nothing does.
+    By bisection to 1 %, rounded down to two digits; entropy is taken to fall with lambda. ``upper``
+    if even that keeps the share, 0 if nothing does.
     """
 
     def keeps(scale: float) -> bool:

@@ -137,23 +137,22 @@ def test_jacobian_takes_the_first_dimensions_and_needs_all_three_roles():
         head_jacobian({role: heads[role] for role in "qk"}, JacobianSettings("attn"))
 
 
+def write_log(folder, *records, torn=""):
+    path = folder / "vis_data" / "scalars.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join([*map(json.dumps, records), torn]))
+
+
 def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_path):
-    def log(folder, *lines):
-        path = tmp_path / folder / "vis_data" / "scalars.json"
-        path.parent.mkdir(parents=True)
-        path.write_text("\n".join(lines))
-
-    def line(step, layer, **values):
-        names = {f"conditioning/b.{layer}.qkv/q/kappa_{kind}": value for kind, value in values.items()}
-        return json.dumps(dict(names, step=step, loss=1.0))
-
-    def lines(*several):
-        return json.dumps({name: value for one in several for name, value in json.loads(one).items()})
+    def kappas(layer, **values):
+        return {f"conditioning/b.{layer}.qkv/q/kappa_{kind}": value for kind, value in values.items()}
 
     # Layer 1 has no correction, layer 2 is rank-deficient without it.
-    first = lines(line(2, 0, before=7.0, after=3.0), line(2, 1, before=9.0, after=9.0), line(2, 2, after=4.0))
-    log("20260101", line(0, 0, before=5.0, after=2.0), first, line(4, 0, before=1.0), json.dumps(dict(step=5)))
-    log("20260102", line(4, 0, before=8.0, after=2.5), line(8, 0, before=6.0, after=1.5), '{"step": 9, "lo')
+    second = kappas(0, before=7.0, after=3.0) | kappas(1, before=9.0, after=9.0) | kappas(2, after=4.0)
+    steps = {0: kappas(0, before=5.0, after=2.0), 2: second, 4: kappas(0, before=1.0), 5: {}}
+    write_log(tmp_path / "20260101", *(dict(values, step=step) for step, values in steps.items()))
+    resumed = (dict(kappas(0, before=8.0, after=2.5), step=4), dict(kappas(0, before=6.0, after=1.5), step=8))
+    write_log(tmp_path / "20260102", *resumed, torn='{"step": 9, "lo')
     assert kappa_history(tmp_path) == {
         "q, W": [(0, 5.0), (2, 9.0), (4, 8.0), (8, 6.0)],
         "q, W + C": [(0, 2.0), (2, 4.0), (4, 2.5), (8, 1.5)],
@@ -162,13 +161,11 @@ def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_p
 
 
 def test_curves_of_training_are_loss_gradients_and_metrics(tmp_path):
-    path = tmp_path / "1" / "vis_data" / "scalars.json"
-    path.parent.mkdir(parents=True)
     gradients = {f"conditioning/a/{role}/grad_norm": value for role, value in zip("qkv", (1.0, 5.0, 3.0), strict=True)}
     stock = {"conditioning/a.v/v/kappa_before": 2.0, "conditioning/a.v/v/kappa_after": 2.0}
     lines = [dict(loss=2.0, loss_cls=1.0, step=50), dict(gradients, **stock, step=100)]
     lines += [{"coco/bbox_mAP": 0.25, "coco/bbox_mAP_50": 0.5, "step": 1}]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_log(tmp_path / "1", *lines)
     assert training_curves(tmp_path) == {
         "loss": [(50, 2.0)],
         "gradient norm": [(100, 3.0)],

@@ -130,12 +130,6 @@ def test_errors_are_of_tokens_that_fitting_has_not_seen():
     torch.testing.assert_close(seen.error_before, one.error_before)
     assert not torch.equal(unseen.error_before, one.error_before) and torch.equal(unseen.M, one.M)
 
-    single = [t[:1] for t in (q, k, v)]
-    others = [single[0].clone(), *single[1:]]
-    others[0][:, :, ::2] += torch.tensor([1.0, -1.0] * 4)  # the queries that fitting sees
-    errors = [calibrate_geometry(*qkv, 16, fit=None).error_before for qkv in (single, others)]
-    torch.testing.assert_close(*errors)
-
 
 def test_too_few_tokens_have_no_condition_and_what_is_not_finite_is_refused():
     assert calibrate_geometry(*tokens(B=1, N=3), 16, **QUICK | dict(fit=None)).condition.min() > 1e12
@@ -162,7 +156,6 @@ def test_moments_and_effective_rank():
     [
         ([4], 32, Fit(steps=100), 0.65),
         pytest.param(range(6), 32, Fit(), 0.65, marks=pytest.mark.slow),
-        pytest.param(range(6), 128, Fit(), 0.62, marks=pytest.mark.slow),
         pytest.param(range(6), 512, Fit(), 0.60, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

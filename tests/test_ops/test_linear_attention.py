@@ -130,17 +130,6 @@ def test_views_as_attention_layers_make_them():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(small_chunks, causal):
-    (q, k, v, M), w = problem(B=1, h=2, H=1, N=9, L=9, d=2, r=2, e=1, m=3)
-    shift = tokens(2, seed=6).requires_grad_()
-
-    def attention(q, k, v, M, shift):
-        return linear_attention(q, k, v, fold_features(w, M, 2, shift=shift, orthogonal=True), mask_of(1, 9), causal)
-
-    assert torch.autograd.gradcheck(attention, (q, k, v, M, shift))
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_constant_values_come_back_from_opposite_queries_and_keys(small_chunks, dtype, causal):
     """q = -20 u, k = 20 u: with one maximum for all key features every denominator is 0."""
@@ -183,9 +172,6 @@ def test_masked_keys_do_not_count(small_chunks, causal):
     for grad in torch.autograd.grad(changed.square().sum(), (other_k, other_v)):
         assert (grad[~mask[:, None, :, None].expand_as(grad)] == 0).all()
         assert grad.abs().sum() > 0
-    if not causal:
-        short = linear_attention(q[:1], k[:1][:, :, mask[0]], v[:1][:, :, mask[0]], features)
-        torch.testing.assert_close(out[:1], short, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,7 +10,6 @@ from mmspectral.ops.random_features import (
     draw_projection,
     fold_features,
     kernel_logits,
-    reference,
     sharp_proposal,
     theorem_3_2_proposal,
 )
@@ -32,12 +31,9 @@ def test_the_draw_is_a_function_of_seed_layer_and_counter():
     others = [dict(seed=4, layer=2, counter=1), dict(seed=3, layer=1, counter=2), dict(seed=3, layer=2, counter=2)]
     assert all(not torch.equal(draw_projection(10, 4, **other), first) for other in others)
     assert first.dtype == torch.float32 and first.device.type == "cpu"
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_an_empty_projection_is_refused(shape):
-    with pytest.raises(ValueError, match="at least one"):
-        draw_projection(*shape, seed=0)
+    for shape in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="at least one"):
+            draw_projection(*shape, seed=0)
 
 
 @pytest.mark.parametrize(("m", "dim"), [(5, 5), (13, 5), (3, 5)])
@@ -150,21 +146,6 @@ def test_theorem_3_2_is_optimal_for_gaussian_data():
     best = min((1.2 + 0.01 * i for i in range(300)), key=moment)
     sigma = theorem_3_2_proposal(torch.tensor([[lambda_]], dtype=torch.float64)).variance.item()
     assert sigma == pytest.approx(best, abs=0.011)
-
-
-@pytest.mark.parametrize("proposed", [False, True])
-def test_the_folded_form_is_the_kernel_of_the_reference(proposed):
-    generator = torch.Generator().manual_seed(3)
-    d, r, m = 5, 3, 7
-    q, k = (torch.randn(n, d, generator=generator, dtype=torch.float64) for n in (4, 6))
-    M = torch.randn(r, d, generator=generator, dtype=torch.float64)
-    w = draw_projection(m, r, seed=0, dtype=torch.float64)
-    proposal = sharp_proposal(M @ M.t() / d) if proposed else None
-    features = fold_features(w, M, d, proposal=proposal, orthogonal=True)
-    assert features.num_features == m and features.rows.shape == (1, r + m if proposed else m, d)
-    phi_q, phi_k = (reference.feature_map(x, w, M, d**-0.5, *(proposal or ())) for x in (q, k))
-    ours = kernel_logits(q[None, None], k[None, None], features)[0, 0]
-    torch.testing.assert_close(ours.exp(), phi_q @ phi_k.t(), rtol=1e-11, atol=0)
 
 
 def test_the_norm_is_read_off_the_features_only_where_that_is_exact():

@@ -2,8 +2,6 @@
 
 import copy
 import csv
-import runpy
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from mmspectral.analysis import calibrate_checkpoint, calibration_batches, check
 from mmspectral.errors import UsageError
 from mmspectral.layers import feature_kernels
 from mmspectral.ops.random_features import draw_projection
-from tests.helpers import CONFIGS, TOOLS, TOY
+from tests.helpers import CONFIGS, TOY
 
 SHAPES = CONFIGS / "dark" / "mask-rcnn_dark-vit-d128-p8_fpn_shapes.py"
 DARK = dict(type="dark", num_features=12, proposal="sharp", shift="fixed", seed=5)
@@ -46,29 +44,14 @@ def softmax(tmp_path):
     return path
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Return a function that runs the tool in this process: exit status and what it printed to both streams."""
-
-    def run_in_process(*arguments):
-        monkeypatch.setattr(sys, "argv", ["calibrate_dark.py", *map(str, arguments)])
-        status = 0
-        try:
-            runpy.run_path(str(TOOLS / "analysis_tools" / "calibrate_dark.py"), run_name="__main__")
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, *capsys.readouterr()
-
-    return run_in_process
-
-
+TOOL = "analysis_tools/calibrate_dark.py"
 FEW = ["--batches", 2, "--batch-size", 2, "--steps", 2]
 
 
-def test_command_line(run, softmax, tmp_path):
+def test_command_line(call_tool, softmax, tmp_path):
     config().dump(tmp_path / "config.py")
     arguments = [tmp_path / "config.py", softmax, tmp_path / "dark.pth", *FEW]
-    status, out, errors = run(*arguments, "--csv", tmp_path / "rows.csv")
+    status, out, errors = call_tool(TOOL, *arguments, "--csv", tmp_path / "rows.csv")
     assert status == 0, errors
     assert "| backbone.layers.0.attn.kernel | 12 | " in out and out.endswith(f"{tmp_path / 'dark.pth'}\n")
     (row,) = csv.DictReader((tmp_path / "rows.csv").open())
@@ -89,9 +72,9 @@ def test_command_line(run, softmax, tmp_path):
     by_init_cfg.init_weights()
     assert torch.equal(feature_kernels(by_init_cfg)["backbone.layers.0.attn.kernel"].M, kernel.M)
 
-    status, _, errors = run(*arguments)
+    status, _, errors = call_tool(TOOL, *arguments)
     assert status == 2 and "dark.pth is there already; choose another name or pass --force" in errors
-    status, out, errors = run(*arguments, "--force", "--features", 6, "--data", "val")
+    status, out, errors = call_tool(TOOL, *arguments, "--force", "--features", 6, "--data", "val")
     assert status == 0 and "| backbone.layers.0.attn.kernel | 6 | " in out, errors
     assert torch.load(tmp_path / "dark.pth", weights_only=True)["state_dict"][
         "backbone.layers.0.attn.kernel.w"
@@ -152,13 +135,11 @@ def test_inputs_of_a_checkpoint_are_those_of_its_softmax_attention(softmax):
     torch.testing.assert_close(mine, torch.cat(seen).sum(1))
 
 
-def test_errors_on_the_queries_and_keys_of_a_checkpoint(softmax, tmp_path, monkeypatch):
-    cfg = tmp_path / "dark.py"
-    config().dump(cfg)
+def test_errors_on_the_queries_and_keys_of_a_checkpoint(call_tool, softmax, tmp_path):
+    config().dump(tmp_path / "dark.py")
     out = tmp_path / "errors.csv"
     options = ["--images", 4, "--features", 8, "--seeds", 2, "--estimators", "performer", "uniform", "--out", out]
-    monkeypatch.setattr(sys, "argv", ["attention_error.py", "--checkpoint", *map(str, [cfg, softmax, *options])])
-    runpy.run_path(str(TOOLS / "analysis_tools" / "attention_error.py"), run_name="__main__")
+    call_tool("analysis_tools/attention_error.py", "--checkpoint", tmp_path / "dark.py", softmax, *options)
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["data"], row["estimator"]) for row in rows] == [("dark", "performer"), ("dark", "uniform")]

@@ -19,8 +19,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mmengine.config import DictAction
@@ -117,22 +117,8 @@ def compare_times(seconds: Mapping[str, list[float]], baseline: str) -> dict[str
 
 def in_fresh_process(function: Callable, *arguments: object) -> object:
     """Return what ``function`` returns in a process that ends with it."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_result, args=(sender, function, *arguments))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise SystemExit(f"{function.__name__}{arguments[1:]} ended without a result, as if out of memory.") from None
-    finally:
-        process.join()
-
-
-def send_result(sender: Connection, function: Callable, *arguments: object) -> None:
-    with sender:
-        sender.send(function(*arguments))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def peak_mib() -> float:

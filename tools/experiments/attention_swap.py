@@ -48,6 +48,7 @@ KERNELS = {
 FITS = {"dark calibrated": Fit(steps=1000, lr=0.002), "temperature": None}
 REGIMES = {"full": "all", "limited": "projections"}
 STAGES = {"replaced": "replaced, not trained", "first_epoch": "after 1 epoch", "final": "after fine-tuning"}
+SWEPT = ["exact", "dark calibrated", "dark identity", "performer"]
 SPIKE_WINDOW = 25
 PADDING = 4
 
@@ -367,19 +368,19 @@ def parse_args() -> argparse.Namespace:
     first.add_argument("--patch-size", type=int, default=4)
     first.set_defaults(batch_size=128)
 
-    grid = commands.add_parser("grid", parents=[data, table, study], help="kernels x features x regimes x seeds")
-    grid.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
-    grid.add_argument("--features", type=int, nargs="+", default=[32, 64, 128], metavar="M")
-    grid.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    grid.add_argument("--seeds", type=int, default=3)
-    grid.add_argument("--lrs", type=float, nargs=1, default=[3e-4], metavar="LR")
-
-    sweep = commands.add_parser("sweep", parents=[data, table, study], help="learning rates, without clipping")
-    sweep.add_argument("--kernels", nargs="+", choices=KERNELS)
-    sweep.add_argument("--features", type=int, nargs=1, default=[64], metavar="M")
-    sweep.add_argument("--seeds", type=int, default=2)
-    sweep.add_argument("--lrs", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3, 3e-3, 1e-2], metavar="LR")
-    sweep.set_defaults(kernels=["exact", "dark calibrated", "dark identity", "performer"], regimes=["full"])
+    # Tables and plot compare what has the same learning rate, or the same number of features.
+    studies = (
+        ("grid", "kernels x features x regimes x seeds", list(KERNELS), ("+", [32, 64, 128]), 3, (1, [3e-4])),
+        ("sweep", "learning rates, without clipping", SWEPT, (1, [64]), 2, ("+", [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])),
+    )
+    for name, text, kernels, (nargs, features), seeds, (nargs_of_lrs, lrs) in studies:
+        command = commands.add_parser(name, parents=[data, table, study], help=text)
+        command.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
+        command.add_argument("--features", type=int, nargs=nargs, default=features, metavar="M")
+        command.add_argument("--seeds", type=int, default=seeds)
+        command.add_argument("--lrs", type=float, nargs=nargs_of_lrs, default=lrs, metavar="LR")
+        regimes = list(REGIMES) if name == "grid" else ["full"]
+        command.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
 
     report = commands.add_parser("report", parents=[table], help="tables to the output, plot to a file")
     report.add_argument("--plot", type=Path)
