@@ -109,55 +109,30 @@ def softnms(
 
 
 def roi_align_forward(
-    input: Tensor,
-    rois: Tensor,
-    output: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, *args, **kwargs
 ) -> None:
     """Write average RoIAlign (arXiv 1703.06870) of ``input`` [B, C, H, W] into ``output`` [K, C, h, w].
 
     ``rois`` [K, 5] hold an index into the batch, x1, y1, x2, y2. ``argmax_y`` and ``argmax_x``, which belong to the
-    maximum, are not used.
+    maximum, are not used. The others are ``aligned_height``, ``aligned_width``, ``spatial_scale``, ``sampling_ratio``,
+    ``pool_mode`` and ``aligned``.
 
     Raises:
         RuntimeError: ``pool_mode`` is not 1, the average.
     """
-    size = (aligned_height, aligned_width)
-    output.copy_(_roi_align(_at_least_float32(input), rois, size, spatial_scale, sampling_ratio, pool_mode, aligned))
+    output.copy_(_roi_align(_at_least_float32(input), rois, *args, **kwargs))
 
 
 def roi_align_backward(
-    grad_output: Tensor,
-    rois: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    grad_input: Tensor,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    grad_output: Tensor, rois: Tensor, argmax_y: Tensor, argmax_x: Tensor, grad_input: Tensor, *args, **kwargs
 ) -> None:
-    """Add the gradient of :func:`roi_align_forward` to ``grad_input`` [B, C, H, W].
-
-    Raises:
-        RuntimeError: ``pool_mode`` is not 1.
-    """
+    """Add the gradient of :func:`roi_align_forward`, which has the same settings, to ``grad_input`` [B, C, H, W]."""
     # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
     # function costs a forward pass, but its backward kernel refuses to run on CUDA under
     # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
     features = _at_least_float32(grad_input).detach().requires_grad_()
     with torch.enable_grad():
-        size = (aligned_height, aligned_width)
-        pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
+        pooled = _roi_align(features, rois, *args, **kwargs)
     grad_input.add_(torch.autograd.grad(pooled, features, _at_least_float32(grad_output))[0])
 
 
@@ -233,11 +208,19 @@ def _ms_deform_attn(value: Tensor, shapes: Tensor, locations: Tensor, weights: T
 
 
 def _roi_align(
-    features: Tensor, rois: Tensor, size: tuple[int, int], scale: float, ratio: int, pool_mode: int, aligned: bool
+    features: Tensor,
+    rois: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
 ) -> Tensor:
     if pool_mode != 1:
         raise RuntimeError(f"torchvision has no RoIAlign with pool_mode='max'; use 'avg', or {HOW_TO_COMPILE}.")
-    return torchvision.ops.roi_align(features, rois.to(features), size, scale, ratio, aligned)
+    size = (aligned_height, aligned_width)
+    return torchvision.ops.roi_align(features, rois.to(features), size, spatial_scale, sampling_ratio, aligned)
 
 
 def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
