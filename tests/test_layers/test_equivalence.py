@@ -26,30 +26,21 @@ class TwoLayers(nn.Module):
         return self.head(self.qkv(x).sin())
 
 
-class Decay:
-    """Weight decay towards a target instead of 0, decoupled as in AdamW or as part of the gradient as in SGD."""
-
-    def __init__(self, model, targets, decoupled):
-        self.parameters, self.targets, self.decoupled = dict(model.named_parameters()), targets, decoupled
-
-    @torch.no_grad()
-    def __call__(self):
-        for name, parameter in self.parameters.items():
-            away = parameter - self.targets.get(name, 0)
-            if self.decoupled:
-                parameter -= LR * DECAY * away
-            else:
-                parameter.grad += DECAY * away
+@torch.no_grad()
+def pull(model, targets, decoupled):
+    """Decay weights towards targets instead of 0, decoupled as in AdamW or as part of the gradient as in SGD."""
+    for name, parameter in model.named_parameters():
+        away = parameter - targets.get(name, 0)
+        if decoupled:
+            parameter -= LR * DECAY * away
+        else:
+            parameter.grad += DECAY * away
 
 
 def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None):
     """Train W under W + C and the folded W + C alike, ten steps; return the largest difference after unfolding.
 
-    Args:
-        make_optimizer: From parameters and a weight decay to an optimizer.
-        decay: None, or whether weight decay is decoupled.
-        clip: Largest gradient norm.
-        conditioning: Identity with lambda 10 by default.
+    ``decay`` is None, or whether weight decay is decoupled; ``clip`` is the largest gradient norm.
     """
     torch.manual_seed(0)
     ours = TwoLayers().double()
@@ -62,17 +53,16 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
         make_optimizer(shifted.parameters(), 0.0),
     ]
     averages = [ExponentialMovingAverage(model, momentum=0.1) for model in (ours, shifted)]
-    decays = [None, None if decay is None else Decay(shifted, C, decay)]
     clipped = []
     for _ in range(STEPS):
         x = torch.randn(5, 12, dtype=torch.float64)
-        for model, optimizer, average, pull in zip((ours, shifted), optimizers, averages, decays, strict=True):
+        for model, optimizer, average in zip((ours, shifted), optimizers, averages, strict=True):
             optimizer.zero_grad()
             model(x).square().sum().backward()
             if clip is not None:
                 clipped.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item() > clip)
-            if pull is not None:
-                pull()
+            if model is shifted and decay is not None:
+                pull(shifted, C, decay)
             optimizer.step()
             average.update_parameters(model)
     assert clip is None or all(clipped), "the clipping must have acted"

@@ -33,6 +33,13 @@ from mmspectral.layers import attention_layers, saturation
 from mmspectral.registry import HOOKS
 
 STATISTICS = ("spectrum", "attention", "gradient")
+# The few numbers for the console log: which scalars each sums up.
+SUMMARY = {
+    "kappa_max": ("/kappa_after", max),
+    "rank_deficient": ("/rank_deficient_after", sum),
+    "entropy_min": ("/relative_entropy", min),
+    "logit_max": ("/largest_logit", max),
+}
 
 
 @HOOKS.register_module()
@@ -118,7 +125,9 @@ class ConditioningHook(Hook):
                 for name, layer in self._attentions.items()
             ]
         if "gradient" in self.statistics:
-            for optimizer in _optimizers(runner):
+            wrapper = runner.optim_wrapper
+            wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+            for optimizer in (each.optimizer for each in wrappers):
                 if optimizer not in self._step_handles:
                     self._step_handles[optimizer] = optimizer.register_step_pre_hook(self._gradient_hook)
 
@@ -225,30 +234,10 @@ class ConditioningHook(Hook):
         flags = {f"{name}_non_finite": 1 for name in scalars.keys() - finite.keys()}
         runner.visualizer.add_scalars({**finite, **flags, "conditioning/seconds": self._seconds}, step=step)
         self._seconds = 0.0
-        for name, value in _summary(finite).items():
-            runner.message_hub.update_scalar(f"train/{name}", value)
-
-
-def _summary(scalars: dict[str, float]) -> dict[str, float]:
-    """Return the few numbers for the console log, out of those that were measured."""
-    reductions = {
-        "kappa_max": ("/kappa_after", max),
-        "rank_deficient": ("/rank_deficient_after", sum),
-        "entropy_min": ("/relative_entropy", min),
-        "logit_max": ("/largest_logit", max),
-    }
-    found = {}
-    for name, (ending, reduce) in reductions.items():
-        values = [value for key, value in scalars.items() if key.endswith(ending)]
-        if values:
-            found[name] = reduce(values)
-    return found
-
-
-def _optimizers(runner: Runner) -> list[torch.optim.Optimizer]:
-    wrapper = runner.optim_wrapper
-    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    return [each.optimizer for each in wrappers]
+        for name, (ending, reduce) in SUMMARY.items():
+            values = [value for key, value in finite.items() if key.endswith(ending)]
+            if values:
+                runner.message_hub.update_scalar(f"train/{name}", reduce(values))
 
 
 @contextmanager
