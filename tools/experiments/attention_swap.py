@@ -18,7 +18,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +52,11 @@ SPIKE_WINDOW = 25
 PADDING = 4
 
 
-@dataclass(frozen=True)
-class ImageSet:
+class ImageSet(NamedTuple):
     """Images [n, 3, H, W], uint8, and labels [n] in memory."""
 
     images: Tensor
     labels: Tensor
-    classes: list[str]
 
     def batches(self, size: int, generator: torch.Generator | None = None, limit: int | None = None) -> Iterator[tuple]:
         """Yield (images in -1 .. 1, labels); with a generator shuffled, flipped and cropped at random."""
@@ -72,10 +69,10 @@ class ImageSet:
             yield images.float() / 127.5 - 1, self.labels[index]
 
 
-def load_images(folder: Path) -> ImageSet:
-    found = ImageFolder(folder)
-    images, labels = zip(*((pil_to_tensor(image), label) for image, label in found), strict=True)
-    return ImageSet(torch.stack(images), torch.tensor(labels), found.classes)
+def load_images(args: argparse.Namespace) -> list[ImageSet]:
+    """Return the images of train/ and of test/."""
+    parts = (zip(*ImageFolder(args.data / part, pil_to_tensor), strict=True) for part in ("train", "test"))
+    return [ImageSet(torch.stack(images), torch.tensor(labels)) for images, labels in parts]
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -129,11 +126,9 @@ def train(
 ) -> list[float]:
     """Train with AdamW, warm-up and a cosine, in bfloat16; return the losses up to the first that is not finite."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decayed = {name for name, parameter in named.items() if parameter.ndim > 1 and ".kernel." not in name}
-    groups = [
-        dict(params=[named[name] for name in named if name in decayed], weight_decay=weight_decay),
-        dict(params=[named[name] for name in named if name not in decayed], weight_decay=0.0),
-    ]
+    groups = [dict(params=[], weight_decay=weight_decay), dict(params=[], weight_decay=0.0)]
+    for name, parameter in named.items():
+        groups[parameter.ndim < 2 or ".kernel." in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr, fused=True)
     steps = epochs * math.ceil(len(data.labels[:images_per_epoch]) / batch_size)
     rise = max(1, round(warmup * steps))
@@ -188,48 +183,26 @@ class SwapRow(NamedTuple):
     diverged: bool
 
 
-def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: float = 5.0, least: float = 0.5) -> int:
+def count_spikes(losses: Sequence[float]) -> int:
     """Count runs of steps whose loss is far above the loss just before.
 
-    A step is in a spike when its loss exceeds the median of the last ``window``
-    losses outside spikes by more than ``factor`` times their median absolute
-    deviation and by more than ``least``, or when it is not finite.
+    A step is in a spike when its loss exceeds the median of the last ``SPIKE_WINDOW`` losses outside spikes by more
+    than 5 times their median absolute deviation and by more than 0.5, or when it is not finite.
     """
     calm: list[float] = []
     spikes, inside = 0, False
     for loss in losses:
-        recent = calm[-window:]
+        recent = calm[-SPIKE_WINDOW:]
         above = not math.isfinite(loss)
-        if len(recent) == window and not above:
+        if len(recent) == SPIKE_WINDOW and not above:
             median = statistics.median(recent)
             deviation = statistics.median(abs(each - median) for each in recent)
-            above = loss > median + max(factor * deviation, least)
+            above = loss > median + max(5 * deviation, 0.5)
         spikes += above and not inside
         inside = above
         if not above:
             calm.append(loss)
     return spikes
-
-
-def diverged(losses: Sequence[float], num_classes: int, window: int = SPIKE_WINDOW) -> bool:
-    """Tell whether training ended in a loss that is not finite, or (median of the last steps) worse than guessing."""
-    return not math.isfinite(losses[-1]) or statistics.median(losses[-window:]) > math.log(num_classes)
-
-
-def prepare(
-    checkpoint: dict, kernel: str, num_features: int | None, seed: int, data: ImageSet, num_images: int = 256
-) -> Classifier:
-    """Replace the attention of a trained classifier, and calibrate it on augmented images where the kernel allows."""
-    model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed))
-    if kernel in FITS:
-        images, _ = next(data.batches(num_images, torch.Generator().manual_seed(seed)))
-        calibrate_model(model, [images], fit=FITS[kernel], seed=seed)
-    return model
-
-
-def kernel_config(kernel: str, num_features: int | None, seed: int) -> dict | None:
-    cfg = KERNELS[kernel]
-    return None if cfg is None else dict(cfg, num_features=num_features, seed=seed)
 
 
 def swap_and_tune(
@@ -245,11 +218,19 @@ def swap_and_tune(
     epochs: int,
     **kwargs,
 ) -> Iterator[SwapRow]:
-    """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``."""
-    prepared = prepare(checkpoint, kernel, num_features, seed, train_data)
+    """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``.
+
+    It is calibrated on augmented images where the kernel allows. A run has diverged when it ends in a loss that is not
+    finite, or (median of the last steps) worse than guessing.
+    """
+    cfg = KERNELS[kernel] and dict(KERNELS[kernel], num_features=num_features, seed=seed)
+    prepared = load_softmax(checkpoint, cfg)
+    if kernel in FITS:
+        images, _ = next(train_data.batches(256, torch.Generator().manual_seed(seed)))
+        calibrate_model(prepared, [images], fit=FITS[kernel], seed=seed)
     replaced = accuracy(prepared, test_data)
     for regime, lr in runs:
-        model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed), REGIMES[regime])
+        model = load_softmax(checkpoint, cfg, REGIMES[regime])
         model.load_state_dict(prepared.state_dict())
         reached = {}
 
@@ -259,18 +240,16 @@ def swap_and_tune(
 
         generator = torch.Generator().manual_seed(seed)
         losses = train(model, train_data, epochs=epochs, lr=lr, generator=generator, after_epoch=evaluate, **kwargs)
-        ends = (replaced, reached.get(1), reached.get(epochs), statistics.median(losses[-SPIKE_WINDOW:]))
-        lost = diverged(losses, checkpoint["settings"]["num_classes"])
-        yield SwapRow(study, kernel, num_features, regime, lr, seed, *ends, count_spikes(losses), lost)
+        last = statistics.median(losses[-SPIKE_WINDOW:])
+        ends = (replaced, reached.get(1), reached.get(epochs), last, count_spikes(losses))
+        lost = not math.isfinite(losses[-1]) or last > math.log(checkpoint["settings"]["num_classes"])
+        yield SwapRow(study, kernel, num_features, regime, lr, seed, *ends, lost)
 
 
 def append_row(row: SwapRow, path: Path) -> None:
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, SwapRow._fields, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row._asdict())
+        csv.writer(file, lineterminator="\n").writerows([SwapRow._fields, row] if new else [row])
 
 
 def read_rows(path: Path) -> list[SwapRow]:
@@ -357,9 +336,6 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--batch-size", type=int, default=32)
     table = argparse.ArgumentParser(add_help=False)
     table.add_argument("--csv", type=Path, required=True)
-    study = argparse.ArgumentParser(add_help=False)
-    study.add_argument("--epochs", type=int, default=3)
-    study.add_argument("--images", type=int, default=1500, help="training images of an epoch, others in the next")
 
     first = commands.add_parser("train", parents=[data], help="train the ViT with softmax attention")
     first.add_argument("--epochs", type=int, default=44)
@@ -374,7 +350,9 @@ def parse_args() -> argparse.Namespace:
         ("sweep", "learning rates, without clipping", SWEPT, (1, [64]), 2, ("+", [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])),
     )
     for name, text, kernels, (nargs, features), seeds, (nargs_of_lrs, lrs) in studies:
-        command = commands.add_parser(name, parents=[data, table, study], help=text)
+        command = commands.add_parser(name, parents=[data, table], help=text)
+        command.add_argument("--epochs", type=int, default=3)
+        command.add_argument("--images", type=int, default=1500, help="training images of an epoch, others in the next")
         command.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
         command.add_argument("--features", type=int, nargs=nargs, default=features, metavar="M")
         command.add_argument("--seeds", type=int, default=seeds)
@@ -388,10 +366,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def train_softmax(args: argparse.Namespace) -> None:
-    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
+    train_data, test_data = load_images(args)
     arch, size = dict(zip(ARCH, args.arch, strict=True)), train_data.images.shape[-1]
     backbone = dict(arch=arch, img_size=size, patch_size=args.patch_size, out_type="cls_token")
-    settings = dict(backbone=backbone, num_classes=len(train_data.classes))
+    settings = dict(backbone=backbone, num_classes=1 + int(train_data.labels.max()))
     torch.manual_seed(0)
     model = Classifier(settings)
     model.backbone.init_weights()
@@ -408,7 +386,7 @@ def train_softmax(args: argparse.Namespace) -> None:
 
 def run_study(args: argparse.Namespace) -> None:
     checkpoint = torch.load(args.checkpoint, weights_only=True)
-    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
+    train_data, test_data = load_images(args)
     done = {row[:6] for row in read_rows(args.csv)}
     options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
     if args.command == "sweep":
