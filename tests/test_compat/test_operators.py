@@ -190,42 +190,40 @@ def test_maximum_is_refused():
         torchvision_ops.roi_align_forward(features, ROIS, pooled, unused, unused, 1, 1, 1.0, 0, 0, True)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_roi_align_through_mmcv(device, deterministic):
-    """mmcv's module, as mmdet's RoI extractor calls it; a non-contiguous gradient reaches the operator."""
-    features = roi_align().leaves[0].to(device, copy=True).requires_grad_()
+def roi_align_of_mmcv(features):
+    return mmcv.ops.RoIAlign(SIZE, spatial_scale=0.25, sampling_ratio=0)(features, ROIS.to(features.device))
+
+
+def focal_loss_of_mmcv(logits):
+    return mmcv.ops.sigmoid_focal_loss(logits, TARGET.to(logits.device), 2.0, 0.25, None, "none")
+
+
+def deformable_attention_of_mmcv(value, locations, weights):
+    """On the CPU mmcv's module takes its PyTorch code; on CUDA this function, whatever serves ``mmcv._ext``."""
+    return MultiScaleDeformableAttnFunction.apply(value, *level_shapes(value.device), locations, weights, 64)
+
+
+@pytest.mark.parametrize(
+    ("problem", "call", "deterministic"),
+    [
+        (roi_align(), roi_align_of_mmcv, False),
+        (roi_align(), roi_align_of_mmcv, True),
+        (focal_loss(weight=WEIGHT[:0]), focal_loss_of_mmcv, False),
+        (deformable_attention(), deformable_attention_of_mmcv, False),
+    ],
+)
+def test_operators_through_mmcv(problem, call, deterministic, device):
+    """As mmdet calls them; a gradient that is not contiguous reaches the operator."""
+    if device == "cpu" and mmcv_ops_backend() == "compiled" and not problem.compiled_for_cpu:
+        pytest.skip("mmcv compiles this operator for devices only")
+    leaves = [leaf.to(device, copy=True).requires_grad_() for leaf in problem.leaves]
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        layer = mmcv.ops.RoIAlign(SIZE, spatial_scale=0.25, sampling_ratio=0)
-        layer(features, ROIS.to(device)).transpose(2, 3).square().sum().backward()
+        output = call(*leaves)
+        output.backward(problem.grad_output.to(device).mT.contiguous().mT)
     finally:
         torch.use_deterministic_algorithms(before)
-    problem = roi_align()
-    exact = problem.leaves[0].double().requires_grad_()
-    problem.reference(exact).square().sum().backward()
-    torch.testing.assert_close(features.grad.double().cpu(), exact.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_focal_loss_through_mmcv(device):
-    if device == "cpu" and mmcv_ops_backend() == "compiled":
-        pytest.skip("mmcv compiles this operator for devices only")
-    given = LOGITS.to(device, copy=True).requires_grad_()
-    loss = mmcv.ops.sigmoid_focal_loss(given, TARGET.to(device), 2.0, 0.25, None, "sum")
-    loss.backward()
-    expected, gradient = focal_loss(weight=WEIGHT[:0]).expected()
-    torch.testing.assert_close(loss.detach().double().cpu(), expected.sum(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(given.grad.double().cpu(), gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_deformable_attention_through_the_function_that_mmcv_uses_on_cuda():
-    """On the CPU mmcv takes its PyTorch code; on CUDA this function, whatever serves ``mmcv._ext``."""
-    if mmcv_ops_backend() == "compiled" and not torch.cuda.is_available():
-        pytest.skip("the compiled operator runs on CUDA only")
-    device, problem = "cuda" if torch.cuda.is_available() else "cpu", deformable_attention()
-    leaves = [t.to(device).detach().requires_grad_() for t in problem.leaves]
-    output = MultiScaleDeformableAttnFunction.apply(leaves[0], *level_shapes(device), *leaves[1:], 64)
-    output.backward(problem.grad_output.to(device))
     problem.check([output.detach(), *(leaf.grad for leaf in leaves)])
 
 

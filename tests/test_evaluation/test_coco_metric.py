@@ -122,18 +122,17 @@ def large_only(tmp_path):
     return str(ann_file)
 
 
-def _masks(count):
-    masks = torch.zeros(count, 200, 200, dtype=torch.bool)
+_SQUARE = [10.0, 10.0, 130.0, 130.0]
+
+
+def _evaluate(evaluator, boxes=(_SQUARE,), **truth):
+    """Score detections of class "a" by falling score, the mask of each the square, in each of the two images."""
+    masks = torch.zeros(len(boxes), 200, 200, dtype=torch.bool)
     masks[:, 10:130, 10:130] = True
-    return masks
-
-
-def _evaluate(evaluator, count):
-    """Score ``count`` right detections in each of the two images."""
+    scores = [0.9 - i / 10 for i in range(len(boxes))]
     for image_id in (1, 2):
-        boxes = [[10.0, 10.0, 130.0, 130.0]] * count
-        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, _masks(count))
-        evaluator.process({}, [sample])
+        sample = _sample(image_id, (200, 200), boxes, scores, [0] * len(boxes), masks)
+        evaluator.process({}, [sample | truth])
     return evaluator.evaluate(2)
 
 
@@ -146,8 +145,7 @@ def _rows(text, metric):
 
 
 def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
-    evaluator = _build(ann_file=large_only)
-    scores = _evaluate(evaluator, count=1)
+    scores = _evaluate(_build(ann_file=large_only))
     for metric in ("bbox", "segm"):
         assert _rows(log.getvalue(), metric) == {
             **dict.fromkeys(("AP", "AP50", "AP75", "APl", "AR1", "AR10", "AR100", "ARl"), "1.000"),
@@ -160,50 +158,40 @@ def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
 @pytest.mark.parametrize("ground_truth", ["ann_file", "data_samples"])
 def test_no_detection_scores_zero(large_only, log, ground_truth, implementation):
     evaluator = _build(ann_file=large_only if ground_truth == "ann_file" else None, metric="bbox")
-    truth = {"bboxes": torch.tensor([[10.0, 10.0, 130.0, 130.0]]), "labels": torch.tensor([0])}
-    instance = {"bbox": [10.0, 10.0, 130.0, 130.0], "bbox_label": 0}
-    for image_id in (1, 2):
-        sample = _sample(image_id, (200, 200), [], [], [])
-        evaluator.process({}, [{**sample, "gt_instances": truth, "instances": [instance]}])
-    scores = evaluator.evaluate(2)
-    expected = {f"coco/bbox_{item}": -1 if "_s" in item or "_m" in item else 0 for item in _ITEMS}
-    assert scores == expected
+    truth = {"bboxes": torch.tensor([_SQUARE]), "labels": torch.tensor([0])}
+    scores = _evaluate(evaluator, (), gt_instances=truth, instances=[{"bbox": _SQUARE, "bbox_label": 0}])
+    assert scores == {f"coco/bbox_{item}": -1 if "_s" in item or "_m" in item else 0 for item in _ITEMS}
     assert _rows(log.getvalue(), "bbox")["AP"] == "0.000"
 
 
 def test_ground_truth_comes_from_the_dataset(large_only, log):
     evaluator = _build()
     evaluator.dataset_meta["ann_file"] = large_only
-    scores = _evaluate(evaluator, count=1)
-    assert scores["coco/segm_mAP"] == 1
+    assert _evaluate(evaluator)["coco/segm_mAP"] == 1
     assert "no ann_file" not in log.getvalue()
 
 
 def test_rebuilt_ground_truth_is_warned_about(large_only, log):
-    evaluator = _build(metric="bbox")
     with pytest.raises(AssertionError, match="ground truth is required"):
-        _evaluate(evaluator, count=1)
+        _evaluate(_build(metric="bbox"))
     assert "Set val_evaluator.ann_file" in log.getvalue()
 
 
 def test_recall_counts_detections_as_named(large_only):
     """The first of two detections in an image is wrong, so that only more than one find the object."""
-    evaluator = _build(ann_file=large_only, metric="bbox")
-    for image_id in (1, 2):
-        boxes = [[140.0, 140.0, 190.0, 190.0], [10.0, 10.0, 130.0, 130.0]]
-        evaluator.process({}, [_sample(image_id, (200, 200), boxes, [0.9, 0.8], [0, 0])])
-    scores = evaluator.evaluate(2)
+    boxes = ([140.0, 140.0, 190.0, 190.0], _SQUARE)
+    scores = _evaluate(_build(ann_file=large_only, metric="bbox"), boxes)
     assert (scores["coco/bbox_AR@1"], scores["coco/bbox_AR@10"], scores["coco/bbox_AR@100"]) == (0, 1, 1)
 
 
 def test_mmdets_own_options(large_only, tmp_path, log):
     prefix = tmp_path / "out" / "run"
-    evaluator = _build(ann_file=large_only, classwise=True, outfile_prefix=str(prefix))
-    scores = _evaluate(evaluator, count=1)
+    scores = _evaluate(_build(ann_file=large_only, classwise=True, outfile_prefix=str(prefix)))
     assert scores.pop("coco/b_precision") != scores.pop("coco/a_precision") == 1
     assert len(scores) == 24 and set(scores.values()) == {1, -1}
     assert len(json.loads(Path(f"{prefix}.segm.json").read_text())) == 2
-    assert _evaluate(_build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix)), count=3) == {}
+    evaluator = _build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix))
+    assert _evaluate(evaluator, [_SQUARE] * 3) == {}
     assert len(json.loads(Path(f"{prefix}.bbox.json").read_text())) == 6
 
 
