@@ -87,16 +87,6 @@ LOGITS = random(9, 5) * 3
 CONFIDENT = torch.tensor([[20.0, -25.0], [-20.0, 25.0], [30.0, -30.0]])
 
 
-def reference_focal_loss(logits, target, weight, gamma, alpha):
-    classes = logits.shape[1]
-    positive = target[:, None] == torch.arange(classes)
-    p, not_p = logits.sigmoid(), (-logits).sigmoid()
-    foreground, background = not_p**gamma * F.softplus(-logits), p**gamma * F.softplus(logits)
-    loss = torch.where(positive, alpha * foreground, (1 - alpha) * background)
-    known = (target >= 0) & (target < classes)
-    return loss * torch.where(known, weight.double()[target.where(known, 0)], 1.0)[:, None] if len(weight) else loss
-
-
 def focal_loss(gamma=2.0, alpha=0.25, weight=WEIGHT, target=TARGET, logits=LOGITS, dtype=torch.float32, atol=1e-6):
     weight = weight.to(dtype)  # exact in any type
 
@@ -109,7 +99,14 @@ def focal_loss(gamma=2.0, alpha=0.25, weight=WEIGHT, target=TARGET, logits=LOGIT
         return results
 
     def reference(logits):
-        return reference_focal_loss(logits, target, weight, gamma, alpha)
+        positive = target[:, None] == torch.arange(logits.shape[1])
+        p, not_p = logits.sigmoid(), (-logits).sigmoid()
+        foreground, background = not_p**gamma * F.softplus(-logits), p**gamma * F.softplus(logits)
+        loss = torch.where(positive, alpha * foreground, (1 - alpha) * background)
+        if not len(weight):
+            return loss
+        known = positive.any(1)
+        return loss * torch.where(known, weight.double()[target.where(known, 0)], 1.0)[:, None]
 
     return Problem(reference, run, [logits.to(dtype)], torch.ones_like(logits), atol=atol)
 

@@ -103,35 +103,28 @@ def test_qk_norm_equals_timms():
 def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
     """The twin is torch.nn.utils.parametrizations.spectral_norm on separate projections."""
     fused = Attention(dict(type="SpectralNorm"), row_order).qkv
-    separate = nn.ModuleDict({role: spectral_norm(m) for role, m in separate_copy(fused, row_order).items()})
+
+    class Separate(nn.ModuleDict):
+        def forward(self, x):
+            return torch.cat([projection(x) for projection in self.values()], dim=-1)
+
+    class Fused(nn.Sequential):
+        def forward(self, x):
+            outputs = by_role(super().forward(x).movedim(-1, 0), row_order)
+            return torch.cat(list(outputs.values())).movedim(0, -1)
+
+    separate = Separate({role: spectral_norm(m) for role, m in separate_copy(fused, row_order).items()})
     for p, role in enumerate(ROLES):
         theirs = separate[role].parametrizations.weight[0]
         theirs._u.copy_(fused.left[p])
         theirs._v.copy_(fused.right[p])
 
-    class Separate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.projections = separate
-
-        def forward(self, x):
-            return torch.cat([self.projections[role](x) for role in ROLES], dim=-1)
-
-    class Fused(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = fused
-
-        def forward(self, x):
-            outputs = by_role(self.qkv(x).movedim(-1, 0), row_order)
-            return torch.cat([outputs[role].movedim(0, -1) for role in ROLES], dim=-1)
-
-    train([Separate(), Fused()], steps=10)
+    train([separate, Fused(fused)], steps=10)
     for role, weight in by_role(fused.weight, row_order).items():
         theirs = separate[role].parametrizations.weight
         torch.testing.assert_close(weight, theirs.original, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(fused.left[ROLES.index(role)], theirs[0]._u, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(Fused().eval()(tokens()), Separate().eval()(tokens()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(Fused(fused).eval()(tokens()), separate.eval()(tokens()), rtol=1e-12, atol=1e-12)
 
 
 @ROW_ORDERS

@@ -117,16 +117,15 @@ def train(
     epochs: int,
     lr: float,
     generator: torch.Generator,
+    batch_size: int,
+    after_epoch: Callable[[int], None],
     images_per_epoch: int | None = None,
-    batch_size: int = 64,
     warmup: float = 0.1,
-    weight_decay: float = 0.05,
     max_norm: float | None = 1.0,
-    after_epoch: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train with AdamW, warm-up and a cosine, in bfloat16; return the losses up to the first that is not finite."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = [dict(params=[], weight_decay=weight_decay), dict(params=[], weight_decay=0.0)]
+    groups = [dict(params=[], weight_decay=0.05), dict(params=[], weight_decay=0.0)]
     for name, parameter in named.items():
         groups[parameter.ndim < 2 or ".kernel." in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr, fused=True)
@@ -151,16 +150,15 @@ def train(
                 nn.utils.clip_grad_norm_(named.values(), max_norm)
             optimizer.step()
             schedule.step()
-        if after_epoch is not None:
-            after_epoch(epoch)
+        after_epoch(epoch)
     return losses
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: ImageSet, batch_size: int = 250) -> float:
+def accuracy(model: nn.Module, data: ImageSet) -> float:
     model.eval()
     correct = 0
-    for images, labels in data.batches(batch_size):
+    for images, labels in data.batches(250):
         with torch.autocast(images.device.type, torch.bfloat16):
             correct += (model(images).argmax(1) == labels).sum().item()
     return correct / len(data.labels)
