@@ -175,8 +175,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | N
         )
 
 
-@torch.library.custom_op("mmspectral::linear_attention", mutates_args=())
-def _operator(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -199,6 +198,9 @@ def _operator(
     return out, lse, mean
 
 
+_operator = torch.library.custom_op("mmspectral::linear_attention", forward, mutates_args=())
+
+
 @_operator.register_fake
 def _(q, k, v, rows, norm_weight, log_weight, shift, mask, causal):
     G, m = q.shape[0] * q.shape[1], log_weight.shape[-1]
@@ -208,8 +210,7 @@ def _(q, k, v, rows, norm_weight, log_weight, shift, mask, causal):
     return out, rows.new_empty(G, m, 1), rows.new_empty(G, m, v.shape[-1])
 
 
-@torch.library.custom_op("mmspectral::linear_attention_backward", mutates_args=())
-def _operator_backward(
+def backward(
     grad: Tensor,
     out: Tensor,
     first: Tensor,
@@ -243,6 +244,9 @@ def _operator_backward(
             _sum_batch(t, q.shape[0], len(rows)) for t in (keys.grad_rows, keys.grad_log_weight[..., 0])
         )
     return grad_q, grad_k, grad_v, grad_rows, grad_log_weight
+
+
+_operator_backward = torch.library.custom_op("mmspectral::linear_attention_backward", backward, mutates_args=())
 
 
 @_operator_backward.register_fake
