@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -102,7 +103,7 @@ class TrafficCounter(TorchDispatchMode):
                 return _OURS[func](*args, **kwargs)
         out = func(*args, **kwargs)
         packet = func.overloadpacket
-        if func.is_view or packet in _FREE:
+        if func.is_view or func.namespace == "prim" or packet in _FREE:
             return out
         inputs = args[1:] if packet in _OVERWRITES else args
         read, written = _size((inputs, kwargs)), _size(out)
@@ -124,33 +125,33 @@ def count_traffic(step: Callable[[], object]) -> Traffic:
     return counter.traffic()
 
 
-def backbone_traffic(model: nn.Module, images: Tensor, precision: str) -> dict[str, Traffic]:
-    """Count for a backbone that returns maps: ``forward`` alone, without gradient, and ``train``, with backward.
+def backbone_traffic(model: nn.Module, shape: tuple[int, ...], precision: str, train: bool = True) -> Traffic:
+    """Count for a backbone that returns maps; nothing is computed, tensors have shapes alone.
 
-    A train step here ends with the gradients: the optimizer's part is the same
-    for every conditioning.
+    Autocast casts by its rules for the CPU, which keep fewer operators in float32
+    than those for CUDA.
 
     Args:
-        model: Put into the mode that is counted.
-        images: [B, 3, H, W].
+        model: On the CPU; left in the mode that was counted.
+        shape: Of the images [B, 3, H, W].
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast in it.
+        train: Count forward and backward in training mode, up to the gradients:
+            the optimizer costs the same with and without conditioning. Otherwise
+            a forward pass in evaluation mode.
     """
     dtype = dict(fp32=None, bf16=torch.bfloat16, fp16=torch.float16)[precision]
+    model.train(train)
 
-    def forward():
-        with torch.autocast(images.device.type, dtype, enabled=dtype is not None):
-            return model(images)
+    def step() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            maps = model(images)
+        if train:
+            loss = sum(out.float().square().mean() for out in maps)
+            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
-    def train() -> None:
-        sum(out.float().square().mean() for out in forward()).backward()
-
-    model.eval()
-    with torch.no_grad():
-        counted = dict(forward=count_traffic(forward))
-    model.train()
-    counted["train"] = count_traffic(train)
-    model.zero_grad(set_to_none=True)
-    return counted
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(train):
+        images = torch.empty(shape)
+        return count_traffic(step)
 
 
 def ratios(traffic: Traffic, baseline: Traffic) -> dict[str, float]:

@@ -54,16 +54,14 @@ def main() -> None:
     from mmspectral.analysis import backbone_traffic, ratios
 
     rows = []
-    images = torch.randn(args.batch, 3, *args.size, generator=torch.Generator().manual_seed(0))
     for family in args.family:
         torch.manual_seed(0)
         built = models(family, args)
         for precision in args.precision:
-            counted = {name: backbone_traffic(model, images, precision) for name, model in built.items()}
             for step in ("forward", "train"):
                 baseline = None
-                for name, steps in counted.items():
-                    traffic = steps[step]
+                for name, model in built.items():
+                    traffic = backbone_traffic(model, (args.batch, 3, *args.size), precision, step == "train")
                     over = ratios(traffic, baseline or traffic)
                     rows.append(
                         dict(
