@@ -25,12 +25,18 @@ from mmspectral.ops.random_features import (
 F64 = torch.float64
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Several chunks, the last one short, at lengths a test can afford."""
+@pytest.fixture(params=[False, True], ids=["products", "pairwise"])
+def small_chunks(monkeypatch, request):
+    """Several chunks, the last one short, at lengths a test can afford; both forms of causal attention."""
+    if request.param and not request.node.callspec.params.get("causal", True):
+        pytest.skip("causal attention alone has two forms")
     monkeypatch.setattr(chunked, "MIN_CHUNK", 8)
     monkeypatch.setattr(chunked, "CPU_CHUNK_BYTES", 1)
-    monkeypatch.setattr(causal, "CHUNK", 16)
+    monkeypatch.setattr(causal, "CHUNK", 8)
+    monkeypatch.setattr(causal, "SHORT_CHUNK", 8)
+    monkeypatch.setattr(causal, "MAX_CHUNKS", 2)
+    if request.param:
+        monkeypatch.setattr(causal, "safe_range", lambda dtype: -1.0)
 
 
 def tokens(*shape, seed=0, dtype=F64, size=1.0):
