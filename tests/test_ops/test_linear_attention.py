@@ -25,18 +25,14 @@ from mmspectral.ops.random_features import (
 F64 = torch.float64
 
 
-@pytest.fixture(params=[False, True], ids=["products", "pairwise"])
-def small_chunks(monkeypatch, request):
-    """Several chunks, the last one short, at lengths a test can afford; both forms of causal attention."""
-    if request.param and not request.node.callspec.params.get("causal", True):
-        pytest.skip("causal attention alone has two forms")
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks, the last one short, at lengths a test can afford."""
     monkeypatch.setattr(chunked, "MIN_CHUNK", 8)
     monkeypatch.setattr(chunked, "CPU_CHUNK_BYTES", 1)
     monkeypatch.setattr(causal, "CHUNK", 8)
-    monkeypatch.setattr(causal, "SHORT_CHUNK", 8)
+    monkeypatch.setattr(causal, "SHORT_CHUNK", 4)
     monkeypatch.setattr(causal, "MAX_CHUNKS", 2)
-    if request.param:
-        monkeypatch.setattr(causal, "safe_range", lambda dtype: -1.0)
 
 
 def tokens(*shape, seed=0, dtype=F64, size=1.0):
@@ -144,6 +140,31 @@ def test_gradcheck(small_chunks, causal):
         return linear_attention(q, k, v, fold_features(w, M, 3, shift=shift, orthogonal=True), mask_of(1, 9), causal)
 
     assert torch.autograd.gradcheck(attention, (q, k, v, M, shift))
+
+
+def test_causal_pairs_with_logarithms_of_their_own(small_chunks, monkeypatch):
+    """What is done where logits are too far apart, done everywhere."""
+    monkeypatch.setattr(causal, "safe_range", lambda dtype: -1.0)
+    for all_or_none in (False, True):
+        test_matches_the_explicit_kernel(None, True, *[all_or_none] * 4)
+    for shape in (dict(N=1, L=1), dict(h=4, H=1, e=7), dict(N=63, L=63, d=7, r=7, m=30)):
+        test_odd_shapes(None, shape, True)
+    test_queries_that_see_no_key_get_zero_and_no_gradient(None, True)
+    test_gradcheck(None, True)
+
+
+@pytest.mark.parametrize("far", [40.0, 300.0])
+def test_causal_attention_is_as_exact_where_logits_are_far_apart(far):
+    """float32 against float64, logits of one feature that differ by ``far`` within a chunk, growing and falling."""
+    N, d = 40, 4
+    q, v = tokens(1, 2, N, d, seed=1), tokens(1, 2, N, 3, seed=3)
+    k = torch.linspace(0, (2 * far) ** 0.5, N, dtype=F64)[:, None] * torch.eye(d, dtype=F64)[0]
+    k = torch.stack([k, k.flip(0)])[None] + 0.1 * tokens(1, 2, N, d, seed=2)
+    w = draw_projection(16, d, seed=0, dtype=F64)
+    exact = reference.linear_attention(q, k, v, w.expand(2, 16, d), torch.eye(d).expand(2, d, d), 1.0, causal=True)
+    features = fold_features(w.float(), None, d, scale=1.0, orthogonal=True)
+    ours = linear_attention(q.float(), k.float(), v.float(), features, causal=True)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
