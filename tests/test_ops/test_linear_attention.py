@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmspectral.ops.random_features import (
+    FeatureState,
     attend,
     causal,
     chunked,
@@ -304,17 +305,43 @@ def test_autocast_and_lower_matmul_precision_change_nothing():
 
 
 @pytest.mark.parametrize("H", [1, 2])
-def test_decoding_one_token_at_a_time_is_causal_attention(H):
-    (q, k, v, _), w = problem(h=2, H=H)
-    features = fold_features(w, tokens(5, 5, seed=4), 5, orthogonal=True)
-    mask = mask_of(2, 21)
-    whole = linear_attention(q, k, v, features, mask, causal=True)
-    state = summarise_keys(k[:, :, :6], v[:, :, :6], features, mask[:, :6])
-    for n in range(6, 21):
-        one = slice(n, n + 1)
-        state = summarise_keys(k[:, :, one], v[:, :, one], features, mask[:, one], state)
-        torch.testing.assert_close(attend(q[:, :, one], features, state), whole[:, :, one], rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_state_stands_for_the_keys_before(small_chunks, H, causal):
+    """Values and gradients, those of the keys before by way of the state too; a mask, and pieces of any length."""
+    (q, k, v, M), w = problem(h=2, H=H, N=31, L=31)
+    features = fold_features(w, M[:H], 5, shift=tokens(5, seed=6), orthogonal=True)
+    mask = mask_of(2, 31)
+    whole = linear_attention(q, k, v, features, mask, causal) if causal else linear_attention(q, k, v, features, mask)
+    state, pieces = None, []
+    for piece in (slice(0, 6), slice(6, 7), slice(7, 31)):
+        arguments = k[:, :, piece], v[:, :, piece], features, mask[:, piece]
+        if causal or piece.stop == 31:
+            pieces.append(linear_attention(q[:, :, piece] if causal else q, *arguments, causal, state))
+        state = summarise_keys(*arguments, state)
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-11, atol=1e-12)
     assert state.lse.shape == (2, H, 11) and state.mean.shape == (2, H, 11, 3)
+
+    state = FeatureState(*(tokens(*t.shape, seed=i).requires_grad_() for i, t in enumerate(state)))
+    with torch.no_grad():
+        state.lse[0, 0, 3] = -torch.inf  # a feature that no key has reached
+
+    def attention(q, k, v, M, lse, mean):
+        features = fold_features(w, M[:H], 5, orthogonal=True)
+        return linear_attention(q, k, v, features, mask[:, :9], causal, FeatureState(lse, mean))
+
+    leaves = [t[:, :, :9].detach().requires_grad_() for t in (q, k, v)]
+    finite = FeatureState(state.lse.detach().nan_to_num(neginf=-3.0).requires_grad_(), state.mean)
+    assert torch.autograd.gradcheck(attention, (*leaves, M, *finite))
+    grads = torch.autograd.grad(attention(*leaves, M, *state).sum(), state)
+    assert all(grad.isfinite().all() for grad in grads) and grads[0][0, 0, 3] == 0
+
+
+def test_a_state_of_other_sizes_is_refused():
+    (q, k, v, M), w = problem()
+    features = fold_features(w, M, 5)
+    state = summarise_keys(k, v, features)
+    with pytest.raises(ValueError, match="must be"):
+        linear_attention(q, k, v[..., :2], features, state=state)
 
 
 def test_a_fixed_context_is_summarised_once():
@@ -336,7 +363,9 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     (q, k, v, M), w = problem(B=1, N=9, L=9)
     features = fold_features(w, M, 5, shift=tokens(5, seed=8), orthogonal=True)
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in (q.unsqueeze(2), k, v, *features)]
-    torch.library.opcheck(torch.ops.mmspectral.linear_attention.default, (*inputs, mask_of(1, 9), causal))
+    state = [t.requires_grad_() for t in (tokens(1, 2, 11, seed=10), tokens(1, 2, 11, 3, seed=11))]
+    for given in (state, [None, None]):
+        torch.library.opcheck(torch.ops.mmspectral.linear_attention.default, (*inputs, mask_of(1, 9), causal, *given))
 
     def attention(q, k, v, M):
         return linear_attention(q, k, v, fold_features(w, M, 5, orthogonal=True), causal=causal)

@@ -54,11 +54,22 @@ def spans(start: int, stop: int, size: int, groups: int, rows: int, device: torc
         yield slice(start + tokens.start, start + tokens.stop)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, out: Tensor) -> Tensor:
-    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1]."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: KeyMap,
+    mask: Tensor | None,
+    out: Tensor,
+    start: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1].
+
+    ``start`` is the state of keys before all others, lse [B * H, m, 1] and mean [B * H, m, e].
+    """
     scan = _Scan(q, k, v, keys, mask)
     normaliser = scan.full(q.shape[3], 1)
-    state = scan.empty_state()
+    state = scan.first_state(start)
     for part in scan.parts():
         tau, kappa, values = scan.queries(part), scan.key_logits(part), scan.padded(v, part)
         lse, mean, state = _earlier(kappa, values, state)
@@ -77,13 +88,17 @@ def backward(
     out: Tensor,
     normaliser: Tensor,
     grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v in the dtype of the features; ``keys`` adds up those of rows and weights."""
+    start: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return the gradients of q, k, v and the state before, in the dtype of the features.
+
+    ``keys`` adds up those of rows and weights.
+    """
     scan = _Scan(q, k, v, keys, mask)
     normaliser = normaliser.masked_fill(normaliser == -torch.inf, torch.inf)  # weights 0 where no key is seen
     grad_q, grad_k, grad_v = (t.new_zeros(t.shape, dtype=scan.dtype) for t in (q, k, v))
 
-    starts, state, last = [], scan.empty_state(), None
+    starts, state, last = [], scan.first_state(start), None
     for part in scan.parts():
         if last is not None:
             *_, state = _earlier(scan.key_logits(last), scan.padded(v, last), state)
@@ -107,7 +122,10 @@ def backward(
         grad_kappa.addcmul_(weights, (values @ gradient.mT).sub_(average.mT))
         grad_values += weights @ gradient
         grad_k[:, :, tokens], grad_v[:, :, tokens] = scan.key_backward(grad_kappa, grad_values, part)
-    return grad_q, grad_k, grad_v
+    lse, mean = scan.first_state(start)
+    weight, average_gradient = (lse.mT + largest).exp().mT, sums[..., -1:]  # [G, m, 1]
+    of_start = weight * ((mean * sums[..., :-1]).sum(-1, keepdim=True) - average_gradient), weight * sums[..., :-1]
+    return grad_q, grad_k, grad_v, tuple(t.unflatten(0, (-1, scan.group)).sum(1) for t in of_start)
 
 
 def _factors(tau: Tensor, kappa: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,9 +277,11 @@ class _Scan:
         """Return a tensor [G, *shape]."""
         return self.key_map.rows.new_full((self.groups, *shape), value)
 
-    def empty_state(self) -> tuple[Tensor, Tensor]:
-        """Return lse and mean of no keys."""
-        return self.full(self.features, 1, value=-torch.inf), self.full(self.features, self.v.shape[-1])
+    def first_state(self, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return lse [G, m, 1] and mean [G, m, e] of the keys before all others."""
+        if start is None:
+            return self.full(self.features, 1, value=-torch.inf), self.full(self.features, self.v.shape[-1])
+        return tuple(map(self.per_query_head, start))
 
     def in_chunks(self, x: Tensor, part: _Part, value: float = 0.0) -> Tensor:
         """Return x [G, n, .] as [G, S, C, .]."""

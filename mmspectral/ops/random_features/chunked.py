@@ -165,11 +165,20 @@ def mask_chunk(mask: Tensor | None, heads: int, tokens: slice) -> Tensor | None:
     return None if mask is None else mask[:, None, None, tokens].expand(-1, heads, -1, -1).flatten(0, 1)
 
 
-def key_state(k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return lse [G, m, 1] and mean [G, m, e] of all keys; k [B, H, L, d], v [B, H, L, e], mask [B, L]."""
+def key_state(
+    k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, start: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return lse [G, m, 1] and mean [G, m, e] of all keys, and of those of ``start``.
+
+    Args:
+        k: [B, H, L, d].
+        v: [B, H, L, e].
+        keys: Of the features.
+        mask: [B, L].
+        start: What is returned, of other keys.
+    """
     G, m = keys.rows.shape[0], keys.num_features
-    lse = keys.rows.new_full((G, m, 1), -torch.inf)
-    mean = keys.rows.new_zeros(G, m, v.shape[-1])
+    lse, mean = start or (keys.rows.new_full((G, m, 1), -torch.inf), keys.rows.new_zeros(G, m, v.shape[-1]))
     for tokens in chunks(k.shape[2], G, keys.rows.shape[1], k.device):
         seen = mask_chunk(mask, k.shape[1], tokens)
         kappa, _ = keys.logits(keys.shifted(group_chunk(k, tokens, keys.dtype)), seen)
@@ -214,8 +223,12 @@ def state_backward(
     grad_state: tuple[Tensor, Tensor],
     grad_k: Tensor,
     grad_v: Tensor,
-) -> None:
-    """Write the gradients of k and v for those of lse and mean; arguments as for :func:`key_state`."""
+    start: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Write the gradients of k and v for those of lse and mean, and return those of ``start``, if there is one.
+
+    Arguments as for :func:`key_state`.
+    """
     (lse, mean), (grad_lse, grad_mean) = state, grad_state
     lse = finite(lse)
     constant = grad_lse - (mean * grad_mean).sum(-1, keepdim=True)  # [G, m, 1]
@@ -226,3 +239,7 @@ def state_backward(
         grad_v[:, :, tokens] = (weights.mT @ grad_mean).view(*v.shape[:2], -1, v.shape[-1])
         grad_kappa = torch.baddbmm(constant, grad_mean, v_chunk.mT).mul_(weights)
         grad_k[:, :, tokens] = keys.backward(grad_kappa, k_chunk, scaled).view(*k.shape[:2], -1, k.shape[-1])
+    if start is None:
+        return None
+    weight = (start[0] - lse).exp()
+    return weight * (constant + (start[1] * grad_mean).sum(-1, keepdim=True)), weight * grad_mean
