@@ -374,6 +374,21 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     assert_same(compiled(q, k, v, M), attention(q, k, v, M), (q, k, v, M), 1e-13)
 
 
+def test_derivatives_that_do_not_exist_are_refused():
+    """torch gives custom operators a forward-mode derivative of zero."""
+    (q, k, v, M), w = problem()
+
+    def attention(q, M=M):
+        return linear_attention(q, k, v, fold_features(w, M, 5, orthogonal=True))
+
+    for function, x in ((attention, q), (lambda M: attention(q, M), M)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (x.detach(),), (torch.ones_like(x),))
+    (grad,) = torch.autograd.grad(attention(q).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), q)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_kept_for_the_gradient_grows_with_tokens_times_features(causal):
     kept = []

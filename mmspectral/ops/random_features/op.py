@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mmspectral.ops.random_features import causal as causal_form
 from mmspectral.ops.random_features.chunked import (
@@ -104,6 +105,7 @@ def linear_attention(
     if heads not in (1, k.shape[1]):
         k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
         state = None if state is None else [t.repeat_interleave(h // t.shape[1], 1) for t in state]
+    _refuse_tangents(q, k, v, *features, *(state or ()))
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, H, g, N, d]
     out, *_ = _operator(grouped, k, v, *features, mask, causal, *(state or (None, None)))
     return out.flatten(1, 2)
@@ -308,6 +310,27 @@ def _backward(ctx, grad, *unused):
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise NotImplementedError(
+        "attention over random features is differentiable once; for a second derivative use exact attention "
+        "(kernel=None), or finite differences of the gradient."
+    )
+
+
+_operator_backward.register_autograd(_refuse_second_derivative)
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise where forward-mode AD would get a derivative of 0, as from every custom operator of torch."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "attention over random features has no forward-mode derivative (torch.func.jvp, jacfwd); use reverse mode "
+            "(torch.autograd.grad, vjp), or exact attention (kernel=None)."
+        )
 
 
 def _start(keys: KeyMap, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
