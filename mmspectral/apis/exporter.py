@@ -24,6 +24,7 @@ from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralViT
+from mmspectral.ops.random_features import PLAIN_OPERATORS
 
 SUFFIXES = {"onnx": ".onnx", "exported-program": ".pt2"}
 TOLERANCE = 1e-4  # of the greatest output, or of 1
@@ -171,7 +172,10 @@ def _write_onnx(program: torch.export.ExportedProgram, file: Path):
     import onnxruntime  # an optional dependency
 
     try:
+        program = program.run_decompositions(PLAIN_OPERATORS)
         torch.onnx.export(program, dynamo=True, verbose=False).save(file)
+    except NotImplementedError as error:
+        raise UsageError(f"ONNX cannot hold this model: {error} Pass --format exported-program.") from error
     except torch.onnx.errors.OnnxExporterError as error:
         reason = next(line for line in str(error.__cause__ or error).splitlines() if line.strip())
         raise UsageError(f"ONNX cannot hold this model: {reason} Pass --format exported-program.") from error

@@ -22,6 +22,7 @@ from mmspectral.ops.random_features import (
     summarise_keys,
     uniform_attention,
 )
+from mmspectral.ops.random_features.op import plain_forward
 
 F64 = torch.float64
 
@@ -372,6 +373,26 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     assert_same(compiled(q, k, v, M), attention(q, k, v, M), (q, k, v, M), 1e-13)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_operators_compute_the_same(masked):
+    (q, k, v, M), w = problem(h=4, H=2)
+    mask = mask_of(2, 21)
+    mask[1] = False  # a query that sees no key gets 0
+    proposal = sharp_proposal(torch.eye(5, dtype=F64) / 3)
+    for features in (
+        fold_features(w, M[:2], 5, shift=tokens(2, 5, seed=6), proposal=proposal),
+        fold_features(w, M[0], 5, orthogonal=True),
+    ):
+        operator = torch.ops.mmspectral.linear_attention.default
+        arguments = (q.unflatten(1, (2, -1)), k, v, *features, mask if masked else None)
+        for ours, plain in zip(
+            operator(*arguments, False, None, None), plain_forward(*arguments, False, None, None), strict=True
+        ):
+            torch.testing.assert_close(plain, ours, rtol=1e-12, atol=1e-12)
+        with pytest.raises(NotImplementedError, match="causal"):
+            plain_forward(*arguments, True, None, None)
 
 
 def test_derivatives_that_do_not_exist_are_refused():

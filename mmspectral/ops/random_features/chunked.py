@@ -243,3 +243,20 @@ def state_backward(
         return None
     weight = (start[0] - lse).exp()
     return weight * (constant + (start[1] * grad_mean).sum(-1, keepdim=True)), weight * grad_mean
+
+
+def attend_at_once(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention [B, H, g, N, e], lse and mean in plain operators without chunks or branches, for export."""
+    shape = q.shape
+    y = keys.rows @ keys.shifted(group_chunk(k, slice(None), keys.dtype)).mT  # [G, R, L]
+    half_norm = (y[:, : keys.rank].square() * keys.norm_weight).sum(1, keepdim=True) / 2
+    kappa = y[:, keys.offset :] - half_norm + keys.log_weight
+    if mask is not None:
+        kappa = torch.where(mask_chunk(mask, k.shape[1], slice(None)), kappa, -torch.inf)
+    largest = finite(kappa.amax(-1, keepdim=True))
+    weights = (kappa - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    mean = (weights @ group_chunk(v, slice(None), keys.dtype)) / torch.where(total == 0, 1.0, total)
+    lse = largest + total.log()
+    p = (group_chunk(q, slice(None), keys.dtype) @ keys.feature_rows.mT + finite(lse).mT).softmax(-1)
+    return (p @ mean).reshape(*shape[:-1], v.shape[-1]).to(v.dtype), lse, mean

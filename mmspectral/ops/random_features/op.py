@@ -33,6 +33,7 @@ from torch.autograd import forward_ad
 from mmspectral.ops.random_features import causal as causal_form
 from mmspectral.ops.random_features.chunked import (
     KeyMap,
+    attend_at_once,
     attend_backward,
     attend_forward,
     float32_island,
@@ -331,6 +332,20 @@ def _refuse_tangents(*tensors: Tensor | None) -> None:
             "attention over random features has no forward-mode derivative (torch.func.jvp, jacfwd); use reverse mode "
             "(torch.autograd.grad, vjp), or exact attention (kernel=None)."
         )
+
+
+def plain_forward(q, k, v, rows, norm_weight, log_weight, shift, mask, causal, state_lse, state_mean):
+    """As :func:`forward` in operators that any runtime has, such as ONNX's; memory grows with N * m.
+
+    Raises:
+        NotImplementedError: Causal attention, whose safe form is a loop, or a state.
+    """
+    if causal or state_lse is not None:
+        raise NotImplementedError("causal attention over random features has no form in plain operators.")
+    return attend_at_once(q, k, v, KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2]), mask)
+
+
+PLAIN_OPERATORS = {torch.ops.mmspectral.linear_attention.default: plain_forward}  # a table of decompositions
 
 
 def _start(keys: KeyMap, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
