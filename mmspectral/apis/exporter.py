@@ -217,15 +217,16 @@ def _remove_branches(model: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(_contiguous)
         if isinstance(module, SpectralViT):
-            module.position_embedding = functools.partial(_position_embedding, module)
+            module.patch_resolution = tuple(map(_Length, module.patch_resolution))
 
 
-def _position_embedding(vit: SpectralViT, grid: tuple[int, int]) -> Tensor:
-    """Interpolate as mmpretrain does, but also to the model's own grid, where that changes nothing."""
-    tokens = vit.pos_embed[:, : vit.num_extra_tokens]
-    positions = vit.pos_embed[:, vit.num_extra_tokens :].unflatten(1, tuple(vit.patch_resolution))  # [1, h, w, D]
-    positions = F.interpolate(positions.permute(0, 3, 1, 2), size=grid, mode=vit.interpolate_mode, align_corners=False)
-    return torch.cat((tokens, positions.flatten(2).transpose(1, 2)), dim=1)
+class _Length(int):
+    """An int that equals no other: mmpretrain skips interpolation to the model's own grid, where it changes nothing."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
 
 
 class _Padding(nn.Module):
