@@ -23,10 +23,8 @@ def show_predictions(cfg: Config, folder: str | None, window: bool = False, wait
 
     Args:
         cfg: Config of the test.
-        folder: Where the pictures go. mmdet puts it below the run's time
-            stamp in the work folder. None writes no pictures.
-        window: Show each picture.
-        wait_time: Seconds for which a window stays.
+        folder: Where pictures go, by mmdet below the run's time stamp in the work folder; None writes none.
+        window: Show each picture for ``wait_time`` seconds.
 
     Raises:
         UsageError: The config has no visualization hook, or it is mmpretrain's
@@ -70,8 +68,7 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
         cfg.tta_model = (
             dict(type="mmdet.DetTTAModel", tta_cfg=merging) if detection else dict(type="mmpretrain.AverageClsScoreTTA")
         )
-    merges_boxes = cfg.tta_model.type.rpartition(".")[2] == "DetTTAModel"
-    if merges_boxes and cfg.model.get("roi_head", {}).get("mask_head") is not None:
+    if cfg.tta_model.type.endswith("DetTTAModel") and cfg.model.get("roi_head", {}).get("mask_head") is not None:
         raise UsageError(
             "mmdet cannot merge the masks of several views. Test without --tta, or the boxes alone with "
             "--cfg-options model.roi_head.mask_head=None test_evaluator.metric=bbox."
@@ -81,15 +78,8 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
         notes.append("The config has no tta_pipeline; the image and its mirror image are used.")
         *pipeline, packing = deepcopy(dataset.pipeline)
         if detection:
-            packing["meta_keys"] = (
-                "img_id",
-                "img_path",
-                "ori_shape",
-                "img_shape",
-                "scale_factor",
-                "flip",
-                "flip_direction",
-            )
+            shapes = ("ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
+            packing["meta_keys"] = ("img_id", "img_path", *shapes)
         flips = [dict(type="RandomFlip", prob=1.0), dict(type="RandomFlip", prob=0.0)]
         cfg.tta_pipeline = [*pipeline, dict(type="TestTimeAug", transforms=[flips, [packing]])]
     cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
