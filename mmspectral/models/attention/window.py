@@ -83,10 +83,10 @@ class SpectralDaViTWindowMSA(WindowAttention, DaViTWindowMSA):
     """
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if q.dtype.itemsize >= 4:
+        if q.dtype.itemsize >= 4 or mask is not None:  # DaViT itself gives none
             return super()._attend(q, k, v, mask)
         dropout = self.attn_drop.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
 
 
 class AnySizeShiftWindowMSA(ShiftWindowMSA):
