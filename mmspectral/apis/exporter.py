@@ -24,6 +24,7 @@ from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralViT
+from mmspectral.ops.random_features import PLAIN_OPERATORS
 
 SUFFIXES = {"onnx": ".onnx", "exported-program": ".pt2"}
 TOLERANCE = 1e-4  # of the greatest output, or of 1
@@ -161,7 +162,10 @@ def _write_onnx(program: torch.export.ExportedProgram, file: Path):
     import onnxruntime  # an optional dependency
 
     try:
+        program = program.run_decompositions(PLAIN_OPERATORS)
         torch.onnx.export(program, dynamo=True, verbose=False).save(file)
+    except NotImplementedError as error:
+        raise UsageError(f"ONNX cannot hold this model: {error} Pass --format exported-program.") from error
     except torch.onnx.errors.OnnxExporterError as error:
         reason = next(line for line in str(error.__cause__ or error).splitlines() if line.strip())
         raise UsageError(f"ONNX cannot hold this model: {reason} Pass --format exported-program.") from error
@@ -203,15 +207,16 @@ def _remove_branches(model: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(_contiguous)
         if isinstance(module, SpectralViT):
-            module.position_embedding = functools.partial(_position_embedding, module)
+            module.patch_resolution = tuple(map(_Length, module.patch_resolution))
 
 
-def _position_embedding(vit: SpectralViT, grid: tuple[int, int]) -> Tensor:
-    """Interpolate as mmpretrain does, but also to the model's own grid, where that changes nothing."""
-    tokens = vit.pos_embed[:, : vit.num_extra_tokens]
-    positions = vit.pos_embed[:, vit.num_extra_tokens :].unflatten(1, tuple(vit.patch_resolution))  # [1, h, w, D]
-    positions = F.interpolate(positions.permute(0, 3, 1, 2), size=grid, mode=vit.interpolate_mode, align_corners=False)
-    return torch.cat((tokens, positions.flatten(2).transpose(1, 2)), dim=1)
+class _Length(int):
+    """An int that equals no other: mmpretrain skips interpolation to the model's own grid, where it changes nothing."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
 
 
 class _Padding(nn.Module):

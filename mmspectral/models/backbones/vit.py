@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from mmengine.logging import print_log
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer, VisionTransformer
-from mmpretrain.models.utils import resize_pos_embed
-from torch import Tensor, nn
+from torch import nn
 
 from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
@@ -103,12 +102,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
     def out_strides(self) -> list[int]:
         """Stride of each output map."""
         return [self.patch_embed.projection.stride[0]] * len(self.out_indices)
-
-    def position_embedding(self, grid: tuple[int, int]) -> Tensor:
-        """Return the position embedding [1, T + h * w, D] for a grid of h x w patches."""
-        return resize_pos_embed(
-            self.pos_embed, self.patch_resolution, grid, self.interpolate_mode, self.num_extra_tokens
-        )
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
         """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
