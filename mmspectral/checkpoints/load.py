@@ -1,6 +1,7 @@
 """Load a checkpoint into a backbone or a whole model: read, rename, reconcile, load, and report what matched."""
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -67,11 +68,12 @@ class LoadReport:
 
 def load_backbone(
     backbone: nn.Module,
-    checkpoint: str,
+    checkpoint: str | os.PathLike,
     prefix: str | None = None,
     trained_with_conditioning: bool | None = None,
     min_matched: float = 0.9,
     entry: str | None = None,
+    trust: bool | None = None,
 ) -> LoadReport:
     """Load a checkpoint file into a backbone, or raise.
 
@@ -95,6 +97,7 @@ def load_backbone(
             it: True means "with the backbone's own correction", False "without".
         min_matched: Share of the parameters that must be matched.
         entry: Key of the state dict in the file; found out if None.
+        trust: Whether code in the file may be run, see :func:`mmspectral.checkpoints.read_checkpoint`.
 
     Returns:
         What was matched.
@@ -103,7 +106,8 @@ def load_backbone(
         ValueError: The file holds no state dict, a shape differs, too little
             matched, or a correction would change the function.
     """
-    weights = find_weights(read_checkpoint(checkpoint), checkpoint, entry)
+    checkpoint = os.fspath(checkpoint)
+    weights = find_weights(read_checkpoint(checkpoint, trust), checkpoint, entry)
     weights, _, report = _fit(backbone, weights, checkpoint, prefix, min_matched)
     own = backbone.state_dict()
     dtypes = {name: tensor.dtype for name, tensor in own.items()}

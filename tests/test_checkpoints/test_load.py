@@ -11,6 +11,7 @@ from torch import nn
 from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
+from mmspectral.errors import DamagedCheckpointError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralDeiT, SpectralSwin, SpectralXCiT
 from mmspectral.registry import MODELS
@@ -196,7 +197,7 @@ def test_safetensors_keep_the_correction(tmp_path, x):
     with pytest.raises(ValueError, match="built without one"):
         load_backbone(build(), str(tmp_path / "ours.safetensors"))
     (tmp_path / "damaged.safetensors").write_bytes(b"no header")
-    with pytest.raises(ValueError, match="is no safetensors file, or is damaged"):
+    with pytest.raises(DamagedCheckpointError, match="is no safetensors file"):
         load_backbone(build(), str(tmp_path / "damaged.safetensors"))
     with pytest.raises(FileNotFoundError, match="absent"):
         load_backbone(build(), str(tmp_path / "absent.safetensors"))
