@@ -112,12 +112,18 @@ def find_weights(loaded: object, source: str, entry: str | None = None) -> Weigh
             f"{source} holds no state dict: expected tensors by name, at the top or under "
             f"{', '.join(map(repr, ENTRIES))}, found {_keys(loaded)}."
         )
+    if odd := next((name for name in loaded if not isinstance(name, str)), None):
+        raise ValueError(f"{source}: a name of the state dict is no string but {odd!r}.")
     tensors = {
         without_wrappers(name): value
         for name, value in loaded.items()
         if isinstance(value, Tensor) and name not in _BOOKKEEPING
     }
     metadata = getattr(loaded, "_metadata", {})
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(name, str) and isinstance(entry, Mapping) for name, entry in metadata.items()
+    ):
+        raise ValueError(f"{source} is damaged: the metadata of its state dict is no dict of dicts by name.")
     return Weights(tensors, {without_wrappers(f"{n}.").removesuffix("."): e for n, e in metadata.items()}, chosen)
 
 

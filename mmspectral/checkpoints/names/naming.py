@@ -98,7 +98,10 @@ class Family:
 
 def to_mmpretrain(state: Mapping[str, Tensor], naming: Naming) -> State:
     """Return a state dict in mmpretrain's names."""
-    state = naming.on_import(dict(state))
+    try:
+        state = naming.on_import(dict(state))
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise ValueError(f"a tensor has not the shape that it has in files of {naming.name}: {error}") from error
     rules = naming.rules(state)
     return {rename(name, rules, reverse=True): tensor for name, tensor in state.items()}
 

@@ -106,6 +106,12 @@ FAMILY = Family(
             on_export=_on_export,
             entry="model",
         ),
+        Naming(
+            "mmcls",  # before September 2021, as are the 16xb64 files that mmpretrain publishes
+            recognise=lambda names: begins("norm.")(names) and begins("stages.0.blocks.0.attn.w_msa.")(names),
+            rules=lambda names: final_norm(number_of("stages", names), names, "norm"),
+            on_import=functools.partial(_without_buffers, Tensor.contiguous),
+        ),
     ),
     complete=_complete,
 )

@@ -83,6 +83,7 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
             **kwargs,
         )
         self.with_cp = with_cp
+        self._count_blocks()
         self._end_at_stage(out_indices[-1])
         self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
         for i, block in enumerate(block for stage in self.stages for block in stage.blocks):
@@ -137,6 +138,16 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
             self.drop_after_pos.eval()
             if self.use_abs_pos_embed:
                 self.absolute_pos_embed.requires_grad = False
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        """Take the names of mmcls before September 2021, too, which mmpretrain does for its own class alone."""
+        last = self.whole_depths["stages"] - 1
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            if name.startswith(f"{prefix}norm."):
+                state_dict[f"{prefix}norm{last}.{name.removeprefix(f'{prefix}norm.')}"] = state_dict.pop(name)
+            elif name.endswith(".attn.attn_mask"):
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _prepare_relative_position_bias_table(self, state_dict: dict, prefix: str, *args) -> None:
         """Resize the bias tables of a checkpoint with another window, bicubically as Microsoft's code does.
