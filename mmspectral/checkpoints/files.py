@@ -112,8 +112,8 @@ def find_weights(loaded: object, source: str, entry: str | None = None) -> Weigh
             f"{source} holds no state dict: expected tensors by name, at the top or under "
             f"{', '.join(map(repr, ENTRIES))}, found {_keys(loaded)}."
         )
-    if odd := next((name for name in loaded if not isinstance(name, str)), None):
-        raise ValueError(f"{source}: a name of the state dict is no string but {odd!r}.")
+    if odd := [name for name in loaded if not isinstance(name, str)]:
+        raise ValueError(f"{source}: a name of the state dict is no string but {odd[0]!r}.")
     tensors = {
         without_wrappers(name): value
         for name, value in loaded.items()

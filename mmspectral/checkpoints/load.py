@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
@@ -243,7 +244,8 @@ def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)}" if tensor.is_floating_point() else f"{tuple(tensor.shape)} of {tensor.dtype}"
+    plain = tensor.is_floating_point() and tensor.layout == torch.strided
+    return f"{tuple(tensor.shape)}" if plain else f"{tuple(tensor.shape)} of {tensor.dtype}, {tensor.layout}"
 
 
 def _too_little(
