@@ -119,6 +119,8 @@ def find_weights(loaded: object, source: str, entry: str | None = None) -> Weigh
         for name, value in loaded.items()
         if isinstance(value, Tensor) and name not in _BOOKKEEPING
     }
+    if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]:
+        raise ValueError(f"{source}: {odd[0]} is sparse or quantized; weights must be plain tensors.")
     metadata = getattr(loaded, "_metadata", {})
     if not isinstance(metadata, Mapping) or not all(
         isinstance(name, str) and isinstance(entry, Mapping) for name, entry in metadata.items()

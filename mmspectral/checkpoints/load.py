@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
@@ -128,7 +127,7 @@ def load_backbone(
     try:
         backbone.load_state_dict(weights.state_dict(), strict=False)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{checkpoint}: {error}") from error
+        raise ValueError(f"{checkpoint}: {' '.join(str(error).split())}") from error
     print_log(f"{checkpoint}: {report}.", "current", logging.INFO)
     return report
 
@@ -234,7 +233,7 @@ def _rename(weights: Weights, prefix: str, family: str | None, source: str) -> t
 
 
 def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
-    if tensor.is_floating_point() != own.is_floating_point() or tensor.layout != own.layout or tensor.is_quantized:
+    if tensor.is_floating_point() != own.is_floating_point():
         return False
     if tensor.shape == own.shape or name.endswith("relative_position_index"):  # which goes with the table
         return True
@@ -244,8 +243,7 @@ def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    plain = tensor.is_floating_point() and tensor.layout == torch.strided
-    return f"{tuple(tensor.shape)}" if plain else f"{tuple(tensor.shape)} of {tensor.dtype}, {tensor.layout}"
+    return f"{tuple(tensor.shape)}" if tensor.is_floating_point() else f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _too_little(

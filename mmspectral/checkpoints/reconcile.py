@@ -163,10 +163,7 @@ def reconcile(
             continue
         if ours != theirs:
             if _may_convert(theirs, ours):
-                try:
-                    _shift(name, weights, theirs, ours)
-                except (RuntimeError, ValueError) as error:
-                    raise ValueError(f"{source}: the function of {name} cannot be kept: {error}") from error
+                _shift(name, weights, theirs, ours, source)
                 weights.tensors |= {key: weights.tensors[key].to(dtypes[key]) for key in parameters}
                 changed += 1
             elif theirs is None and not isinstance(ours[0], Correction):
@@ -224,7 +221,7 @@ def fold_weights(weights: Weights, source: str) -> int:
                 f"'{name}.correction' is missing. Load it into the model and use mmspectral.fold(model)."
             )
         warn_of_low_precision(weights.tensors[key] for key in _parameters(name, site[1], weights))
-        _shift(name, weights, site, None)
+        _shift(name, weights, site, None, source)
         weights.metadata[name] = {k: v for k, v in weights.metadata[name].items() if k != METADATA_KEY}
     return len(sites)
 
@@ -329,17 +326,20 @@ def _may_convert(theirs: Site | None, ours: Site | None) -> bool:
     return preserves and (theirs is None or isinstance(theirs[0], Correction))
 
 
-def _shift(name: str, weights: Weights, theirs: Site | None, ours: Site | None) -> None:
+def _shift(name: str, weights: Weights, theirs: Site | None, ours: Site | None, source: str) -> None:
     """Bring the weights of a site from W of one correction to W of another; None is none."""
     C = weights.tensors.pop(f"{name}.correction".removeprefix("."), None)  # where it is stored, in the file
     for key, layout in _parameters(name, (theirs or ours)[1], weights).items():
         weight = weights.tensors[key]
         exact = weight.double() if ours and weight.dtype.itemsize >= 4 else at_least_float32(weight)
-        if C is not None:
-            exact = exact + C
-        elif theirs is not None:
-            exact = theirs[0].corrected(exact, layout)
-        weights.tensors[key] = exact.to(weight.dtype) if ours is None else ours[0].uncorrected(exact, layout)
+        try:
+            if C is not None:
+                exact = exact + C
+            elif theirs is not None:
+                exact = theirs[0].corrected(exact, layout)
+            weights.tensors[key] = exact.to(weight.dtype) if ours is None else ours[0].uncorrected(exact, layout)
+        except (RuntimeError, ValueError) as error:  # of a shape that is not that of the noted rows
+            raise ValueError(f"{source}: the function of {key} cannot be kept: {error}") from error
 
 
 def _note(site: Site) -> dict:

@@ -1,10 +1,12 @@
-"""Altered state dicts: a model with finite outputs and every name accounted for, or one line that names the file."""
+"""Altered state dicts: a model with finite outputs and every name accounted for, or one line; and so the converters."""
 
+import contextlib
 import copy
 import random
 import traceback
 import warnings
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 
 import mmspectral
 from mmspectral import models
-from mmspectral.checkpoints import load_backbone
+from mmspectral.checkpoints import TARGETS, convert, fold_file, load_backbone, publish
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain
+from mmspectral.errors import UsageError
 from mmspectral.layers import METADATA_KEY
 
 CONDITIONING = dict(type="IdentityCorrection", scale=0.5)
@@ -100,6 +103,14 @@ def mutate(rng, state, metadata):
     return kind != "harmless"
 
 
+def convert_or_refuse(rng, path):
+    """Every converter gives a file, or a line for the user."""
+    target = path.with_name("converted.pth")
+    for function in (partial(convert, to=rng.choice(TARGETS)), fold_file, partial(publish, fold=rng.random() < 0.5)):
+        with contextlib.suppress(UsageError):
+            function(str(path), target, force=True)
+
+
 def check(number, path):
     """Write and load the altered file of this number; return whether it was accepted."""
     rng = random.Random(number)
@@ -114,6 +125,7 @@ def check(number, path):
     content = OrderedDict(state)
     content._metadata = rng.choice(SCALARS) if rng.random() < 0.05 else metadata
     torch.save({rng.choice(["state_dict", "model"]): content}, path)
+    convert_or_refuse(rng, path)
     own = rng.choice([trained, trained, None, CONDITIONING, CONDITIONING | dict(preserve_function=True)])
     model = built(family, conditioning=own)
     try:

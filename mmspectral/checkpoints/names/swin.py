@@ -61,8 +61,8 @@ def position_index(table: Tensor) -> Tensor | None:
     Args:
         table: [(2 W - 1)^2, heads] for a window of W x W = N positions.
     """
-    window = (round(len(table) ** 0.5) + 1) // 2
-    if (2 * window - 1) ** 2 != len(table):
+    window = (round(table.shape[0] ** 0.5) + 1) // 2 if table.ndim == 2 else 0
+    if not window or (2 * window - 1) ** 2 != table.shape[0]:
         return None
     rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
     place = (rows * (2 * window - 1) + columns).flatten()  # [N]

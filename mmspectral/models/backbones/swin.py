@@ -157,9 +157,11 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
         """
         for name, own in self.named_parameters():
             table = state_dict.get(prefix + name)
-            if not name.endswith("relative_position_bias_table") or table is None or len(table) == len(own):
+            if not name.endswith("relative_position_bias_table") or table is None or table.ndim != 2:
                 continue
-            old, new = (round(len(t) ** 0.5) for t in (table, own))
+            old, new = (round(t.shape[0] ** 0.5) for t in (table, own))
+            if old == new or old**2 != table.shape[0]:
+                continue  # load_state_dict itself reports what does not fit
             grid = table.float().t().reshape(1, -1, old, old)  # [1, h, 2 * Wh - 1, 2 * Ww - 1]
             grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
             state_dict[prefix + name] = grid.flatten(2).squeeze(0).t().to(table.dtype)
