@@ -23,6 +23,7 @@ from mmengine.dist import broadcast_object_list, init_dist, is_main_process
 from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from mmengine.utils.dl_utils import set_multi_processing
 
 from mmspectral.engine.resume import choose_checkpoint
 from mmspectral.engine.work_folder import locked
@@ -62,10 +63,13 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] =
     """
     on_cpu = get_device() == "cpu"
     notes = [*notes, *(adapt_to_cpu(cfg) if on_cpu else [])]
-    distributed = cfg.launcher != "none"
-    if distributed and "runner_type" not in cfg:  # a FlexibleRunner's strategy joins the ranks in its own way
-        dist_cfg = cfg.get("env_cfg", {}).get("dist_cfg") or {}
-        init_cpu_process_group(cfg.launcher, dist_cfg) if on_cpu else init_dist(cfg.launcher, **dist_cfg)
+    if cfg.launcher != "none" and "runner_type" not in cfg:  # a FlexibleRunner's strategy joins the ranks itself
+        env_cfg = cfg.get("env_cfg", {})
+        if on_cpu:
+            init_cpu_process_group(cfg.launcher, env_cfg.get("dist_cfg"))
+        else:
+            set_multi_processing(**env_cfg.get("mp_cfg", {}), distributed=True)
+            init_dist(cfg.launcher, **env_cfg.get("dist_cfg", {}))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
     runner = None

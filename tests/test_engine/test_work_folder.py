@@ -1,4 +1,4 @@
-"""Two trainings in one folder, ranks without their launcher, and what a refused or interrupted run leaves behind."""
+"""Two trainings in one folder, and what a refused one leaves behind."""
 
 import errno
 import json
@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
-from mmspectral.engine import launch, work_folder
+from mmspectral.engine import work_folder
 from mmspectral.engine.work_folder import NAME, locked
 from mmspectral.errors import UsageError
-from tests.helpers import ROOT, TOY, fork, run_tool
+from tests.helpers import ROOT, TOY, run_tool
 
 
 def owned(work_dir, **changes):
@@ -96,28 +95,6 @@ def test_a_folder_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeyp
     monkeypatch.setattr(os, "link", refuse)
     with locked(str(tmp_path)) as note:
         assert "cannot be locked (Operation not permitted)" in note and files(tmp_path) == []
-
-
-def be_orphaned(pid_file):
-    """Fork a process that watches this one, and end."""
-    launch._GLANCE = 0.1
-    if os.fork() == 0:
-        threading.Thread(target=launch._end_without, args=(os.getppid(),), daemon=True).start()
-        with open(pid_file, "w") as file:
-            file.write(str(os.getpid()))
-        time.sleep(60)
-    while not os.path.exists(pid_file):
-        time.sleep(0.05)
-    time.sleep(0.5)
-
-
-@pytest.mark.fault
-def test_a_rank_ends_without_its_launcher(tmp_path):
-    result = fork(be_orphaned, tmp_path / "pid")
-    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while work_folder._identity(pid) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert result.returncode == 0 and work_folder._identity(pid) is None
 
 
 def test_a_refused_config_leaves_no_folder(tmp_path):

@@ -173,7 +173,6 @@ def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
         theirs = separate[role].parametrizations.weight
         torch.testing.assert_close(weight, theirs.original, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(fused.left[ROLES.index(role)], theirs[0]._u, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(Fused().eval()(tokens()), Separate().eval()(tokens()), rtol=1e-12, atol=1e-12)
 
 
 @ROW_ORDERS

@@ -42,6 +42,6 @@ def test_table_and_exit_status(run):
 def test_training_is_refused_before_anything_is_written(run, tmp_path):
     status, printed = run("train.py", *WRONG)
     assert status == 2
-    assert "train.py: error: The data cannot be used with this config" in printed.err
+    assert "train.py: error: The data cannot be used with this config" in printed.err and "error: " not in printed.out
     assert "- model.head.num_classes is for 3 classes" in printed.err
     assert not any(tmp_path.iterdir())
