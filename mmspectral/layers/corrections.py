@@ -19,6 +19,7 @@ from mmspectral.layers.projection import (
     Follows,
     Projection,
     changed_function,
+    fingerprint,
     is_finite_number,
     register_conditioning,
 )
@@ -329,9 +330,18 @@ class ConditionedLinear(Follows, Projection, nn.Linear):
 
     def correction_matrix(self) -> Tensor:
         """Return the C in use [P * D, E]."""
-        if self.conditioning.stored:
-            return self.correction
-        return self.conditioning.matrix(self.own("weight"), self.layout)
+        weight = self.own("weight")
+        if not self.conditioning.stored:
+            return self.conditioning.matrix(weight, self.layout)
+        if self.training and torch.is_grad_enabled():
+            self.follow(trains=True)
+        elif self.has_changed():
+            # The buffer stays: a hook may have put averaged weights here for an evaluation in the midst of training.
+            seen = fingerprint(weight)
+            if self.__dict__.get("_evaluated", (None,))[0] != seen:
+                self._evaluated = (seen, self.conditioning.matrix(weight, self.layout).to(weight.dtype))
+            return self._evaluated[1]
+        return self.correction
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -372,8 +382,7 @@ class ConditionedLinear(Follows, Projection, nn.Linear):
         if isinstance(weight, fx.Proxy):
             return self.conditioning.traced(weight, self._parameters["weight"], self.layout)
         if self.conditioning.stored:
-            self.follow(trains=self.training and torch.is_grad_enabled())
-            return (at_least_float32(weight) + at_least_float32(self.correction)).to(dtype or weight.dtype)
+            return (at_least_float32(weight) + at_least_float32(self.correction_matrix())).to(dtype or weight.dtype)
         return self.conditioning.corrected(weight, self.layout, dtype)
 
     def _load_from_state_dict(

@@ -167,13 +167,18 @@ class Follows:
         """Take the buffers for right."""
         self._seen = fingerprint(*self.followed())
 
+    def has_changed(self) -> bool:
+        """Return whether the buffers are no longer right; in training they are as of the last update."""
+        if self._trained or torch.compiler.is_compiling():
+            return False
+        return (now := fingerprint(*self.followed())) is not None and now != self._seen
+
     def follow(self, trains: bool = False) -> None:
-        """Recompute the buffers if something has changed, but not in training, which begins where it ``trains``."""
-        if torch.compiler.is_compiling():
-            return
-        if not self._trained and (now := fingerprint(*self.followed())) is not None and now != self._seen:
+        """Recompute the buffers if something has changed; training begins where it ``trains``."""
+        if self.has_changed():
             self.refresh()
-        self._trained |= trains
+        if trains and not self._trained and not torch.compiler.is_compiling():
+            self._trained = True
 
     def __deepcopy__(self, memo: dict) -> Follows:
         copied = type(self).__new__(type(self))
