@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.dist import broadcast_object_list, init_dist, is_main_process
-from mmengine.logging import print_log
+from mmengine.logging import MMLogger, print_log
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from mmengine.utils.dl_utils import set_multi_processing
@@ -75,7 +75,7 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] =
     runner = None
     with ExitStack() as stack:
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        stack.enter_context(_no_traces(cfg.work_dir, lambda: runner))
+        stack.enter_context(_no_traces(cfg, lambda: runner))
         require_writable(cfg.work_dir)
         if exclusive:
             notes += _lock(stack, cfg)
@@ -90,7 +90,8 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] =
                 runner.logger.warning(note)
             return run(runner)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("Interrupted. The same command with --resume continues the run.") from None
+            how = " The same command with --resume continues the run." if exclusive else ""
+            raise KeyboardInterrupt(f"Interrupted.{how}") from None
 
 
 def _lock(stack: ExitStack, cfg: Config) -> list[str]:
@@ -117,20 +118,22 @@ def _end_without(launcher: int) -> None:
 
 
 @contextmanager
-def _no_traces(folder: str, built: Callable[[], Runner | None]) -> Iterator[None]:
+def _no_traces(cfg: Config, built: Callable[[], Runner | None]) -> Iterator[None]:
     """Remove what a run that was refused before it began has put into its work folder, a log or nothing."""
-    before = set(os.listdir(folder)) if os.path.isdir(folder) else None
+    folder = cfg.work_dir
+    before = os.listdir(folder) if os.path.isdir(folder) else None
     try:
         yield
     except Exception as error:
         runner = built()
         refused = runner is None or (isinstance(error, _REFUSALS) and runner.iter == 0)
         if refused and is_main_process() and os.path.isdir(folder):
-            for name in set(os.listdir(folder)) - (before or set()):
-                if re.fullmatch(r"\d{8}_\d{6}", name):
-                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+            log = MMLogger.get_current_instance().instance_name[-15:]  # mmengine's time stamp
+            if re.fullmatch(r"\d{8}_\d{6}", log) and log not in (before or ()):
+                shutil.rmtree(os.path.join(folder, log), ignore_errors=True)
             with suppress(OSError):
                 if before is None:
+                    Path(folder, os.path.basename(cfg.filename or "?")).unlink(missing_ok=True)
                     os.rmdir(folder)
         raise
 

@@ -29,12 +29,14 @@ def locked(folder: str) -> Iterator[str | None]:
     Raises:
         UsageError: Another training lives in the folder.
     """
-    path, ended = Path(folder, NAME), threading.Event()
+    path, ended, note = Path(folder, NAME), threading.Event(), None
     try:
         content = dict(owner=_identity(os.getpid()), folder=os.stat(folder).st_ino, beat=0)
         _take(path, content)
     except OSError as error:
-        yield f"{path} cannot be locked ({error.strerror}): a second training in this folder would not be noticed."
+        note = f"{path} cannot be locked ({error.strerror}): a second training in this folder would not be noticed."
+    if note is not None:
+        yield note
         return
     thread = threading.Thread(target=_beat, args=(path, content, ended), daemon=True)
     thread.start()
@@ -76,7 +78,7 @@ def _take(path: Path, own: dict) -> None:
                 return
             except FileExistsError:
                 content = _read(path)
-            if content.get("folder") == own["folder"] and _lives(path, content, own["owner"]):
+            if _lives(path, content, own):
                 owner = content["owner"]
                 raise UsageError(
                     f"Another training, process {owner[-2]} on {owner[0]}, writes to {path.parent.absolute()}. End it, "
@@ -89,12 +91,12 @@ def _take(path: Path, own: dict) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def _lives(path: Path, content: dict, own: list) -> bool:
+def _lives(path: Path, content: dict, own: dict) -> bool:
     owner = content.get("owner")
     if not isinstance(owner, list) or len(owner) < 3:
         return False
-    if owner[:-2] == own[:-2]:
-        return _identity(owner[-2]) == owner
+    if owner[:-2] == own["owner"][:-2]:
+        return content.get("folder") == own["folder"] and _identity(owner[-2]) == owner
     print_log(
         f"Waiting up to {2 * INTERVAL:g} s to see whether the training of {owner[0]} in {path.parent} lives.", "current"
     )

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from mmspectral.engine import work_folder
 from mmspectral.engine.work_folder import NAME, locked
@@ -97,7 +98,15 @@ def test_a_folder_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeyp
         assert "cannot be locked (Operation not permitted)" in note and files(tmp_path) == []
 
 
-def test_a_refused_config_leaves_no_folder(tmp_path):
-    options = ("--work-dir", tmp_path / "run", "--cfg-options", "model.backbone.type=Nonsense")
-    assert run_tool("train.py", TOY / "config.py", *options, path=(ROOT, TOY)).returncode != 0
-    assert files(tmp_path) == []
+@pytest.mark.parametrize("option", ["model.backbone.type=Nonsense", "load_from=WEIGHTS"])
+def test_a_refused_config_leaves_no_folder(tmp_path, option):
+    """Whether its model cannot be built, or its weights do not fit."""
+    torch.save(dict(state_dict=dict(weight=torch.ones(1))), tmp_path / "weights.pth")
+    options = (
+        "--work-dir",
+        tmp_path / "run",
+        "--cfg-options",
+        option.replace("WEIGHTS", str(tmp_path / "weights.pth")),
+    )
+    result = run_tool("train.py", TOY / "config.py", *options, path=(ROOT, TOY))
+    assert result.returncode != 0 and files(tmp_path) == ["weights.pth"]
