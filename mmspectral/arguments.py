@@ -27,6 +27,9 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
             main(*args, **kwargs)
         except (UsageError, DamagedCheckpointError, UnsafeCheckpointError) as error:
             message = str(error)
+        except KeyboardInterrupt as stop:
+            print(f"\n{Path(sys.argv[0]).name}: {stop or 'Interrupted.'}", file=sys.stderr)
+            sys.exit(130)
         except pickle.UnpicklingError as error:
             from mmspectral.compat.checkpoints import refusal_reason
 

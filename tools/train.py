@@ -51,13 +51,14 @@ def main() -> None:
                 "add auto_scale_lr = dict(base_batch_size=..., enable=False) to the config."
             )
         cfg.auto_scale_lr.enable = True
-    if args.resume is not None:
-        cfg.resume = True
-        cfg.load_from = None if args.resume == "auto" else args.resume
+    if args.resume == "auto":
+        cfg.resume = "auto"
+    elif args.resume is not None:
+        cfg.resume, cfg.load_from = True, args.resume
 
     notes = runtime_notes(cfg)
     check_before_training(cfg)
-    launch_run(cfg, Runner.train, notes)
+    launch_run(cfg, Runner.train, notes, exclusive=True)
 
 
 if __name__ == "__main__":

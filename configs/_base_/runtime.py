@@ -15,6 +15,7 @@ exact_resume = dict(
     checkpoint_fitting=dict(type="mmspectral.CheckpointFittingHook"),
     resume_check=dict(type="mmspectral.ResumeCheckHook"),
     epoch_seed=dict(type="mmspectral.EpochSeedHook"),
+    pending_gradients=dict(type="mmspectral.PendingGradientsHook"),
     due_validation=dict(type="mmspectral.DueValidationHook"),
 )
 # Names the image that cannot be read; skip_unreadable=True takes another one in its place.

@@ -2,9 +2,16 @@
 
 import logging
 import os
+import re
+import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,12 +19,18 @@ from typing import Any
 import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.dist import broadcast_object_list, init_dist, is_main_process
+from mmengine.logging import MMLogger, print_log
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from mmengine.utils.dl_utils import set_multi_processing
 
 from mmspectral.engine.resume import choose_checkpoint
-from mmspectral.errors import UsageError
+from mmspectral.engine.work_folder import locked
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 
+_GLANCE = 10.0  # seconds from one look at the launcher to the next
+_REFUSALS = (UsageError, DamagedCheckpointError, UnsafeCheckpointError)
 # Where each launcher says what torch reads as RANK, WORLD_SIZE and LOCAL_RANK; torchrun sets these itself.
 _LAUNCHER_VARIABLES = {
     "pytorch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -26,10 +39,11 @@ _LAUNCHER_VARIABLES = {
 }
 
 
-def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] = ()) -> Any:
+def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] = (), exclusive: bool = False) -> Any:
     """Build the Runner on this process's device, hand it to ``run`` and leave the process group.
 
-    Lines that mmengine logs for each parameter are left out unless ``log_level`` is ``"DEBUG"``.
+    Lines that mmengine logs for each parameter are left out unless ``log_level`` is ``"DEBUG"``. Python's warnings go
+    to the log. A refused config leaves no folder behind, and a rank ends within a minute of losing torch's launcher.
 
     Args:
         cfg: Config of the run, with ``launcher`` and ``work_dir``; it is adapted by
@@ -37,31 +51,98 @@ def launch_run(cfg: Config, run: Callable[[Runner], Any], notes: Sequence[str] =
             accelerator, by :func:`adapt_to_cpu`.
         run: What to do, such as ``Runner.train``.
         notes: Lines to log as warnings first.
+        exclusive: Whether no other exclusive run may use the work folder meanwhile.
 
     Returns:
         What ``run`` returns.
 
     Raises:
         UsageError: The launcher's environment variables are missing, the work
-            folder cannot be written, or the checkpoint cannot be used.
+            folder cannot be written or is in use, or the checkpoint cannot be used.
+        KeyboardInterrupt: With a sentence that says how to continue.
     """
-    require_writable(cfg.work_dir)
-    notes = [*notes, *choose_checkpoint(cfg)]
-    if get_device() == "cpu":
-        notes += adapt_to_cpu(cfg)
-        if cfg.launcher != "none":
-            init_cpu_process_group(cfg.launcher, cfg.get("env_cfg", {}).get("dist_cfg"))
+    on_cpu = get_device() == "cpu"
+    notes = [*notes, *(adapt_to_cpu(cfg) if on_cpu else [])]
+    if cfg.launcher != "none" and "runner_type" not in cfg:  # a FlexibleRunner's strategy joins the ranks itself
+        env_cfg = cfg.get("env_cfg", {})
+        if on_cpu:
+            init_cpu_process_group(cfg.launcher, env_cfg.get("dist_cfg"))
+        else:
+            set_multi_processing(**env_cfg.get("mp_cfg", {}), distributed=True)
+            init_dist(cfg.launcher, **env_cfg.get("dist_cfg", {}))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+    runner = None
+    with ExitStack() as stack:
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        stack.enter_context(_no_traces(cfg, lambda: runner))
+        require_writable(cfg.work_dir)
+        if exclusive:
+            notes += _lock(stack, cfg)
+        notes += choose_checkpoint(cfg)
+        stack.enter_context(_warnings_in_log())
+        try:
+            runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
+            if not runner.logger.isEnabledFor(logging.DEBUG):
+                runner.logger.addFilter(_Brief())
+            _fit_checkpoints(runner)
+            for note in notes:
+                runner.logger.warning(note)
+            return run(runner)
+        except KeyboardInterrupt:
+            how = " The same command with --resume continues the run." if exclusive else ""
+            raise KeyboardInterrupt(f"Interrupted.{how}") from None
+
+
+def _lock(stack: ExitStack, cfg: Config) -> list[str]:
+    """Lock the work folder on the first rank, whose refusal ends all; return what is to be logged."""
+    refusal, note = None, None
+    if cfg.launcher == "none" or os.environ.get(_LAUNCHER_VARIABLES[cfg.launcher][0]) == "0":
+        try:
+            note = stack.enter_context(locked(cfg.work_dir))
+        except UsageError as error:
+            refusal = str(error)
+    answers = [refusal]
+    broadcast_object_list(answers)
+    if answers[0] is not None:
+        raise UsageError(answers[0])
+    return [] if note is None else [note]
+
+
+def _end_without(launcher: int) -> None:
+    """End this process once its parent is gone: nobody else would, and a resumed run would find the folder in use."""
+    while os.getppid() == launcher:
+        time.sleep(_GLANCE)
+    print("The launcher of this rank is gone; it ends.", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextmanager
+def _no_traces(cfg: Config, built: Callable[[], Runner | None]) -> Iterator[None]:
+    """Remove what a run that was refused before it began has put into its work folder, a log or nothing."""
+    folder = cfg.work_dir
+    before = os.listdir(folder) if os.path.isdir(folder) else None
     try:
-        runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
-        if not runner.logger.isEnabledFor(logging.DEBUG):
-            runner.logger.addFilter(_Brief())
-        _fit_checkpoints(runner)
-        for note in notes:
-            runner.logger.warning(note)
-        return run(runner)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        yield
+    except Exception as error:
+        runner = built()
+        refused = runner is None or (isinstance(error, _REFUSALS) and runner.iter == 0)
+        if refused and is_main_process() and os.path.isdir(folder):
+            log = MMLogger.get_current_instance().instance_name[-15:]  # mmengine's time stamp
+            if re.fullmatch(r"\d{8}_\d{6}", log) and log not in (before or ()):
+                shutil.rmtree(os.path.join(folder, log), ignore_errors=True)
+            with suppress(OSError):
+                if before is None:
+                    Path(folder, os.path.basename(cfg.filename or "?")).unlink(missing_ok=True)
+                    os.rmdir(folder)
+        raise
+
+
+@contextmanager
+def _warnings_in_log() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print_log(str(message), "current", logging.WARNING)
+        yield
 
 
 def require_writable(folder: str) -> None:

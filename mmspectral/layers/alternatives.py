@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 
 from mmspectral.layers.projection import (
     Conditioning,
+    Follows,
     Projection,
     count,
+    fingerprint,
     in_backward_pass,
     positive,
     register_conditioning,
@@ -26,7 +28,8 @@ from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.precision import at_least_float32, without_autocast
 
 MAX_ITERATIONS = 1000  # in each forward pass; more is a mistake and looks like a hang
-START_ITERATIONS = 32  # of the power method, wherever the singular vectors are not known
+START_ITERATIONS = 8  # of the block power method, wherever the singular vectors are not known
+BLOCK = 32  # vectors in it: the largest singular values of wide random matrices lie close together
 
 
 class HeadLayerNorm(nn.LayerNorm):
@@ -175,23 +178,22 @@ class SigmaReparam(SigmaDivision):
         return dict(super().settings(), gamma=self.gamma)
 
 
-class SpectralNormLinear(Projection, nn.Linear):
+class SpectralNormLinear(Follows, Projection, nn.Linear):
     """Projection whose P' targeted matrices are divided by their sigma = u^T W v.
 
     The buffers ``left`` (u, [P', D]) and ``right`` (v, [P', E]) follow the
-    weight by the power method: some steps in every training forward, none in
-    eval mode. sigma is differentiated through W with u and v constant, all as in
+    weight by the power method: some steps in every training forward. In eval
+    mode u and v are computed once for each weight, to 1 % of sigma or better, and
+    the buffers stay. sigma is differentiated through W with u and v constant, as in
     ``torch.nn.utils.parametrizations.spectral_norm``. That one acts on a whole
     parameter, hence on the fused matrix, and renames it to
     ``parametrizations.weight.original``, where stock checkpoints do not fit and
     mmengine's initialisers write into a temporary; so it is not used here.
 
-    Vectors that are not in a loaded state dict, and those of a re-initialised
-    weight, start from a fixed draw, equal on every rank, by ``START_ITERATIONS``
-    steps. A forward that activation checkpointing repeats within the backward
-    pass takes no step, so it computes what the forward before that pass did.
-    An averaged copy (EMA, SWA) gets the vectors of the trained model, with which
-    sigma comes out too small: call :meth:`refresh` on its projections.
+    Vectors that are not in a loaded state dict, and those of a re-initialised or
+    averaged weight, start from a fixed draw, equal on every rank. A forward that
+    activation checkpointing repeats within the backward pass takes no step, so it
+    computes what the forward before that pass did.
     """
 
     shows_weight = False  # no power iteration would follow the weight
@@ -208,22 +210,51 @@ class SpectralNormLinear(Projection, nn.Linear):
         """Recompute ``left`` and ``right`` from the present weight; gamma stays."""
         if self.own("weight").is_meta:
             return
-        start = torch.randn(self.in_features, generator=torch.Generator().manual_seed(0), device="cpu")
-        self.right.copy_(start)
-        self._step(START_ITERATIONS)
+        left, right = self._found()
+        self.left.copy_(left)
+        self.right.copy_(right)
+        self.mark()
+
+    def followed(self) -> list[Tensor]:
+        return [self.own("weight"), self.left, self.right]
 
     def sigma(self) -> Tensor:
         """Return the estimate u^T W v of the largest singular values, [P'], in float32 or better."""
         matrices = self._matrices()
         # Clones, since the step of a later forward must not reach into this one's graph.
-        left, right = self.left.to(matrices.dtype, copy=True), self.right.to(matrices.dtype, copy=True)
+        vectors = (self.left, self.right) if self.training else self._vectors_of_evaluation()
+        left, right = (vector.to(matrices.dtype, copy=True) for vector in vectors)
         with without_autocast(matrices.device):
             return (left * torch.einsum("pde,pe->pd", matrices, right)).sum(-1)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not in_backward_pass():
+            self.follow(trains=torch.is_grad_enabled())
             self._step(self.conditioning.power_iterations)
         return super().forward(x)
+
+    def train(self, mode: bool = True) -> SpectralNormLinear:
+        """Set the mode; what evaluation needs is there before it is compiled."""
+        super().train(mode)
+        if not mode and "right" in self._buffers:
+            self._vectors_of_evaluation()
+        return self
+
+    def folded(self) -> nn.Linear:
+        training, self.training = self.training, False
+        try:
+            return super().folded().train(training)
+        finally:
+            self.training = training
+
+    def _vectors_of_evaluation(self) -> tuple[Tensor, Tensor]:
+        """Return u and v of the present weight, computed once; where it cannot be read, those of the last time."""
+        seen = fingerprint(self.own("weight"))
+        known, *vectors = self.__dict__.get("_converged", (None, self.left, self.right))
+        if seen is not None and known != seen:
+            vectors = self._found()
+            self._converged = (seen, *vectors)
+        return vectors
 
     def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
         weight = self.own("weight")
@@ -247,6 +278,19 @@ class SpectralNormLinear(Projection, nn.Linear):
         return at_least_float32(matrices if len(self.targeted) == len(matrices) else matrices[self.targeted])
 
     @torch.no_grad()
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Return the first singular vectors, [P', D] and [P', E], by a block power method."""
+        matrices = self._matrices()
+        block = min(BLOCK, *matrices.shape[1:])
+        start = torch.randn(self.in_features, block, generator=torch.Generator().manual_seed(0), device="cpu")
+        with without_autocast(matrices.device):
+            basis = start.to(matrices).expand(len(matrices), -1, -1)
+            for _ in range(START_ITERATIONS):
+                basis = torch.linalg.qr(matrices.mT @ (matrices @ basis)).Q
+            left, _, right = torch.linalg.svd(matrices @ basis, full_matrices=False)
+            return left[..., 0], (basis @ right[:, :1].mT)[..., 0]
+
+    @torch.no_grad()
     def _step(self, steps: int) -> None:
         matrices = self._matrices()
         left, right = self.left.to(matrices.dtype), self.right.to(matrices.dtype)
@@ -261,6 +305,8 @@ class SpectralNormLinear(Projection, nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict and not {f"{prefix}left", f"{prefix}right"} <= set(state_dict):
             self.refresh()
+        self._trained = False
+        self.mark()
 
 
 class SigmaReparamLinear(SpectralNormLinear, nn.Linear):

@@ -16,9 +16,11 @@ from mmspectral import ops
 from mmspectral.layers.projection import (
     METADATA_KEY,
     Conditioning,
+    Follows,
     Projection,
     changed_function,
     count,
+    fingerprint,
     is_finite_number,
     positive,
     register_conditioning,
@@ -184,8 +186,7 @@ class DerivedCorrection(Correction):
     gradients, gradient checkpointing, several losses) changes it, and a run that
     is resumed continues as it would have. C is a deterministic function of W:
     ranks with equal weights, hardware and libraries have equal C and need not
-    communicate. A copy with averaged weights (EMA) must be refreshed before use;
-    the hook does it for mmengine's ``EMAHook``.
+    communicate. An average of weights (EMA, SWA) has the C of its own W.
 
     Args:
         interval: Updates of the optimizer from one C to the next.
@@ -300,7 +301,7 @@ class PolarCorrection(DerivedCorrection):
         return dict(super().settings(), kappa=self.kappa)
 
 
-class ConditionedLinear(Projection, nn.Linear):
+class ConditionedLinear(Follows, Projection, nn.Linear):
     """``nn.Linear`` that computes x (W + C)^T + b; its parameters are W and b.
 
     C goes onto the weight in every precision: the sum is formed in float32 and
@@ -315,6 +316,9 @@ class ConditionedLinear(Projection, nn.Linear):
 
     has_refresher = False
 
+    def followed(self) -> list[Tensor]:
+        return [self.own("weight"), self.correction] if "correction" in self._buffers else []
+
     def make_state(self) -> None:
         weight = self.own("weight")
         self.conditioning.corrected(weight.to("meta"), self.layout)
@@ -328,9 +332,18 @@ class ConditionedLinear(Projection, nn.Linear):
 
     def correction_matrix(self) -> Tensor:
         """Return the C in use [P * D, E]."""
-        if self.conditioning.stored:
-            return self.correction
-        return self.conditioning.matrix(self.own("weight"), self.layout)
+        weight = self.own("weight")
+        if not self.conditioning.stored:
+            return self.conditioning.matrix(weight, self.layout)
+        if self.training and torch.is_grad_enabled():
+            self.follow(trains=True)
+        elif self.has_changed():
+            # The buffer stays: a hook may have put averaged weights here for an evaluation in the midst of training.
+            seen = fingerprint(weight)
+            if self.__dict__.get("_evaluated", (None,))[0] != seen:
+                self._evaluated = (seen, self.conditioning.matrix(weight, self.layout).to(weight.dtype))
+            return self._evaluated[1]
+        return self.correction
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -347,6 +360,7 @@ class ConditionedLinear(Projection, nn.Linear):
             self.correction.copy_(C)
         else:
             self.correction = C.to(weight.dtype)
+        self.mark()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.conditioning.stored and self.training and not self.has_refresher and torch.is_grad_enabled():
@@ -370,7 +384,7 @@ class ConditionedLinear(Projection, nn.Linear):
         if isinstance(weight, fx.Proxy):
             return self.conditioning.traced(weight, self._parameters["weight"], self.layout)
         if self.conditioning.stored:
-            return (at_least_float32(weight) + at_least_float32(self.correction)).to(dtype or weight.dtype)
+            return (at_least_float32(weight) + at_least_float32(self.correction_matrix())).to(dtype or weight.dtype)
         return self.conditioning.corrected(weight, self.layout, dtype)
 
     def _load_from_state_dict(
@@ -388,3 +402,5 @@ class ConditionedLinear(Projection, nn.Linear):
         if self.conditioning.stored and key not in state_dict:
             missing_keys[:] = [missing for missing in missing_keys if missing != key]
             self.refresh()
+        self._trained = False
+        self.mark()

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mmspectral.layers.projection import type_and_arguments
+from mmspectral.layers.projection import Follows, type_and_arguments
 from mmspectral.ops.precision import without_autocast
 from mmspectral.ops.random_features import (
     Features,
@@ -43,14 +43,15 @@ SHIFTS = ("fixed", "learned")
 MOST_FEATURES = 1 << 16  # exact attention is cheaper long before
 
 
-class RandomFeatureKernel(nn.Module):
+class RandomFeatureKernel(Follows, nn.Module):
     """Attention of linear cost over positive random features (DARK, arXiv 2603.04127, and its like).
 
     The draws ``w`` exist from construction, a function of (seed, layer,
     redraws) alone, so that all ranks have the same; they are a persistent
     buffer, change only in :meth:`redraw`, in place, and stay in float32 when the
-    model is cast. ``proposal`` and ``shift`` start as if absent (N(0, I), 0) until
-    :meth:`set_geometry` fills them, which calibration does.
+    model is cast. A mean of draws, which an average of buffers leaves, is drawn
+    again before use. ``proposal`` and ``shift`` start as if absent (N(0, I), 0)
+    until :meth:`set_geometry` fills them, which calibration does.
 
     Args:
         num_heads: h, or H to give query heads that share keys one M.
@@ -74,6 +75,8 @@ class RandomFeatureKernel(nn.Module):
     Raises:
         ValueError: A setting that does not exist or fit.
     """
+
+    _foreign = False  # whether w is not the draw of (seed, layer, redraws)
 
     def __init__(
         self,
@@ -131,6 +134,7 @@ class RandomFeatureKernel(nn.Module):
             self.shift = nn.Parameter(torch.zeros(num_heads, head_dim))
         else:
             self.register_buffer("shift", None if shift is None else torch.zeros(num_heads, head_dim))
+        self.mark()
 
     @property
     def draws(self) -> bool:
@@ -143,6 +147,15 @@ class RandomFeatureKernel(nn.Module):
         if self.draws:
             self.w.copy_(draw_projection(self.num_features, self.rank, self.seed, self.layer, counter, self.orthogonal))
             self.redraws.fill_(counter)
+            self._foreign = False
+            self.mark()
+
+    def followed(self) -> list[Tensor]:
+        return [self.w, self.redraws] if self.draws and not self._foreign else []
+
+    def refresh(self) -> None:
+        """Draw w again as (seed, layer, redraws) say."""
+        self.redraw(int(self.redraws))
 
     @torch.no_grad()
     def set_geometry(
@@ -179,6 +192,9 @@ class RandomFeatureKernel(nn.Module):
 
     def features(self) -> Features:
         """Return the features as the operators take them, differentiable in what is learned."""
+        if not self.training and self._trained:
+            self._trained = False  # only redraw changes w: a model in training need not look at each step
+        self.follow(trains=self.training and torch.is_grad_enabled())
         proposal = None if self.proposal is None else Proposal(self.proposal_basis, self.proposal_variance)
         return fold_features(
             self.w, self.matrix(), self.head_dim, self.scale, self.shift, proposal, self.orthogonal and self.draws
@@ -204,6 +220,15 @@ class RandomFeatureKernel(nn.Module):
             f"geometry={self.geometry!r}, sharing={self.sharing!r}, proposal={self.proposal!r}, seed={self.seed}, "
             f"layer={self.layer}"
         )
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.draws and f"{prefix}w" in state_dict and not self.w.is_meta:
+            counter = int(self.redraws)
+            own = draw_projection(self.num_features, self.rank, self.seed, self.layer, counter, self.orthogonal)
+            self._foreign = not torch.allclose(self.w, own.to(self.w), atol=1e-4)  # of another seed
+        self._trained = False
+        self.mark()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatureKernel":
         """Move and cast as ``nn.Module`` does, but keep buffers in float32: rounded draws are not orthogonal."""

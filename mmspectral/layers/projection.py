@@ -8,6 +8,7 @@ practitioners compare with (:mod:`mmspectral.layers.alternatives`).
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -152,6 +153,76 @@ def in_backward_pass() -> bool:
     """Return whether autograd runs, as it does when activation checkpointing recomputes a forward pass."""
     # No public function tells; torch.utils.checkpoint asks it too.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def fingerprint(*tensors: Tensor) -> list[float] | None:
+    """Return numbers that change with what tensors hold, also where ``.data`` was written to, which no version counts.
+
+    None where values cannot be read: traced, compiled, transformed, in shards or on the meta device.
+    """
+    unreadable = not tensors or any(isinstance(t, fx.Proxy) or t.is_meta or hasattr(t, "full_tensor") for t in tensors)
+    if unreadable or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    try:
+        with torch.no_grad():
+            values = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+            return torch.stack([number for t in values for number in (t.sum(), t.norm())]).tolist()
+    except RuntimeError:  # torch.func.vmap, fake tensors
+        return None
+
+
+class Follows:
+    """Mix-in of modules with buffers that follow from weights, a seed or a counter, and are right in averages too.
+
+    Averages (EMA, SWA) are deep copies, into which means of weights are written, and means or copies of buffers. Such
+    a copy recomputes its buffers when it is used or saved and what they follow from, or they, have changed since; so
+    does a model before its first training step, whose weights another rank may have sent. A model in training has
+    buffers as of its last update, and keeps them.
+    """
+
+    _seen: list[float] | None = None
+    _trained = False
+
+    def followed(self) -> list[Tensor]:
+        """Return the buffers and what they follow from."""
+        raise NotImplementedError
+
+    def mark(self) -> None:
+        """Take the buffers for right."""
+        self._seen = fingerprint(*self.followed())
+
+    def has_changed(self) -> bool:
+        """Return whether the buffers are no longer right; in training they are as of the last update."""
+        if self._trained or torch.compiler.is_compiling():
+            return False
+        return (now := fingerprint(*self.followed())) is not None and now != self._seen
+
+    def follow(self, trains: bool = False) -> None:
+        """Recompute the buffers if something has changed; training begins where it ``trains``."""
+        if self.has_changed():
+            self.refresh()
+        if trains and not self._trained and not torch.compiler.is_compiling():
+            self._trained = True
+
+    def __deepcopy__(self, memo: dict) -> Follows:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._trained = False
+        copied.mark()
+        return copied
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Follows:
+        """Move and cast as ``nn.Module`` does, which changes the numbers by their rounding alone."""
+        right = self._seen is not None and self._seen == fingerprint(*self.followed())
+        super()._apply(fn, recurse)
+        if right:
+            self.mark()
+        return self
+
+    def _save_to_state_dict(self, *args) -> None:
+        self.follow()
+        super()._save_to_state_dict(*args)
 
 
 class ShowsEffective:

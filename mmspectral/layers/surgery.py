@@ -224,7 +224,10 @@ def unfold(
                     written.add(id(module.own(parameter)))
             if "correction" in module._buffers:
                 C = getattr(model.get_submodule(name), FOLDED, {}).get("corrections", {}).get("weight")
-                module.refresh() if C is None else module.correction.copy_(C)
+                module.refresh()
+                if C is not None:
+                    module.correction.copy_(C)
+                    module.mark()
     _install(model, replacements, shown=False)
     _show(model, shown)
     return model

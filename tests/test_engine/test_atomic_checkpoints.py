@@ -189,20 +189,40 @@ def test_the_newest_whole_checkpoint_is_resumed_and_none_begins_anew_over_damage
     assert cfg.load_from == str(tmp_path / "iter_40.pth") and cfg.randomness.seed == 3
 
 
-def test_checkpoints_in_another_folder_and_under_another_name(safe_loading, tmp_path):
-    save(tmp_path / "run", "state-3.pth")
-    hook = dict(out_dir=str(tmp_path), filename_tmpl="state-{}.pth")
+@pytest.mark.parametrize("template", ["state-{}.pth", "state-{:04d}.pth", "{0}.state-{0:}.pth"])
+@pytest.mark.fault
+def test_checkpoints_in_another_folder_and_under_another_name(safe_loading, tmp_path, template):
+    save(tmp_path / "run", *(template.format(number) for number in (3, 11)))
+    (tmp_path / "run" / template.format(11)).write_bytes(b"")
+    hook = dict(out_dir=str(tmp_path), filename_tmpl=template)
     cfg = config(tmp_path / "elsewhere" / "run", default_hooks=dict(checkpoint=hook))
-    choose_checkpoint(cfg)
-    assert cfg.load_from == str(tmp_path / "run" / "state-3.pth")
+    assert len(choose_checkpoint(cfg)) == 1
+    assert cfg.load_from == str(tmp_path / "run" / template.format(3))
 
 
-def test_the_folder_of_a_sharded_checkpoint_is_resumed_as_it_is(tmp_path):
-    """FlexibleRunner's strategies write such; only they can read them."""
+def test_only_a_flexible_runner_resumes_from_a_folder(safe_loading, tmp_path):
+    """Its strategies write sharded checkpoints, and only they can read them."""
     (tmp_path / "epoch_2.pth").mkdir()
-    torch.save({}, tmp_path / "epoch_1.pth")
-    cfg = config(tmp_path)
-    assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "epoch_2.pth")
+    save(tmp_path, "epoch_1.pth")
+    for settings, name, notes in ((dict(runner_type="FlexibleRunner"), "epoch_2.pth", 0), ({}, "epoch_1.pth", 1)):
+        cfg = config(tmp_path, **settings)
+        assert len(choose_checkpoint(cfg)) == notes and cfg.load_from == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("stale", ["deleted/epoch_1.pth", "other/epoch_1.pth"])
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_without_a_checkpoint_a_resumed_run_begins_as_its_config_says(tmp_path, stale, resume):
+    """From load_from, whatever the file last_checkpoint names."""
+    save(tmp_path / "other", "epoch_1.pth")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last_checkpoint").write_text(str(tmp_path / stale))
+    source = str(tmp_path / "other" / "epoch_1.pth") if resume == "auto" else None
+    cfg = config(tmp_path / "run", load_from=source)
+    cfg.resume = resume
+    assert choose_checkpoint(cfg) == [] and (cfg.resume, cfg.load_from) == (False, source)
+    save(tmp_path / "run", "epoch_1.pth")
+    cfg.resume = resume
+    assert choose_checkpoint(cfg) == [] and (cfg.resume, cfg.load_from) == (True, str(tmp_path / "run" / "epoch_1.pth"))
 
 
 @pytest.mark.fault
@@ -213,20 +233,35 @@ def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path):
     (tmp_path / "zip.pth").write_bytes(b"")
     with zipfile.ZipFile(tmp_path / "zip.pth", "w") as archive:
         archive.writestr("text", "no checkpoint")
-    cfg = config(tmp_path, load_from=str(tmp_path / "good.pth"))
-    assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "good.pth")
-    for name, reason in {"weights.pth": "it holds weights", "zip.pth": "torch cannot read it"}.items():
+    torch.save(RUN, tmp_path / "old.pth", _use_new_zipfile_serialization=False)  # as torch < 1.6 did
+    for name in ("good.pth", "old.pth"):
+        cfg = config(tmp_path, load_from=str(tmp_path / name))
+        assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / name)
+    save(tmp_path, "meta.pth", content=dict(RUN, meta=None))
+    save(tmp_path, "iter.pth", content=dict(RUN, meta=dict(epoch=1)))
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "old.pth").read_bytes()[:-100])
+    for name, reason in {
+        "weights.pth": "it holds weights",
+        "zip.pth": "torch cannot read it",
+        "cut.pth": "torch cannot read it",
+        "meta.pth": "its meta is not",
+        "iter.pth": r"its meta\['iter'\] is not",
+    }.items():
         with pytest.raises(UsageError, match=rf"{name} is passed over: {reason}"):
             choose_checkpoint(config(tmp_path, load_from=str(tmp_path / name)))
+    with pytest.raises(UsageError, match="no checkpoint nowhere.pth"):
+        choose_checkpoint(config(tmp_path, load_from="nowhere.pth"))
     with pytest.raises(UnsafeCheckpointError, match=r"code.pth.*--trust-checkpoint"):
         choose_checkpoint(config(tmp_path, load_from=str(tmp_path / "code.pth")))
 
 
 @pytest.mark.fault
 def test_damaged_weights_are_not_loaded_without_resuming(tmp_path):
-    save(tmp_path, "weights.pth")
+    torch.save(RUN, tmp_path / "weights.pth", _use_new_zipfile_serialization=False)
     cfg = Config(dict(load_from=str(tmp_path / "weights.pth")))
     assert choose_checkpoint(cfg) == [] and "randomness" not in cfg
+    save(tmp_path, "weights.pth")
+    assert choose_checkpoint(cfg) == []
     flip_bit(tmp_path / "weights.pth", offset_of_weight(tmp_path / "weights.pth"))
     with pytest.raises(UsageError, match=r"weights.pth is damaged.*does not match its checksum"):
         choose_checkpoint(cfg)

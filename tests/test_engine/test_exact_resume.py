@@ -13,14 +13,16 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import worker_init_fn
 from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
+from mmpretrain.registry import TRANSFORMS as MMPRETRAIN_TRANSFORMS
 from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.compat.checkpoints import SAFE_GLOBALS
-from mmspectral.engine import runtime_notes
+from mmspectral.engine import launch_run, runtime_notes
 from mmspectral.engine.hooks.exact_resume import seed_worker
 from mmspectral.errors import UsageError
-from tests.helpers import CONFIGS, DATA, TINY
+from tests.helpers import CONFIGS, DATA, TINY, TOY, log_lines
 
 CONFIG = DATA / "toy_faults" / "config.py"
 # Events of toy_faults.py: the writing of a checkpoint begins (os.chmod), it is complete but unnamed (os.rename), the
@@ -86,6 +88,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(toys, train, strai
     assert "Validating the checkpoint: this was due at iteration 16" in log
     assert "Epoch(train)" not in log, "only the metrics were missing"
     toys.same_run(straight, tmp_path, "epoch_4.pth")
+    assert not any("started" in name for line in log_lines(tmp_path) for name in line), "only metrics are logged"
     assert checkpoints(tmp_path) == checkpoints(straight), "none was left over or lost"
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -262,6 +265,44 @@ def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images,
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
     assert not torch.equal(resumed.model.head.weight, checkpoint["state_dict"]["head.weight"])
+
+
+@MMPRETRAIN_TRANSFORMS.register_module()
+class MixWithEarlier:
+    """Average an image with the one before it, as mmdet's CachedMixUp mixes it with earlier ones."""
+
+    def __init__(self):
+        self.results_cache = []
+
+    def __call__(self, results):
+        self.results_cache.append(results["img"])
+        return dict(results, img=np.mean(self.results_cache[-2:], 0).astype(np.uint8))
+
+
+@pytest.mark.parametrize("left", ["gradients", "cache"])
+def test_what_the_end_of_an_epoch_leaves_is_resumed(tmp_path, monkeypatch, left):
+    monkeypatch.syspath_prepend(TOY)
+    for folder, epochs, load_from in (("straight", 3, None), ("resumed", 3, "straight/epoch_2.pth")):
+        cfg = Config.fromfile(TOY / "config.py")
+        cfg.train_cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=9)
+        cfg.default_hooks.checkpoint = dict(type="mmspectral.CheckpointHook", interval=1)
+        if left == "gradients":
+            cfg.optim_wrapper.accumulative_counts = 3  # an epoch has four iterations
+        else:
+            cfg.train_dataloader.dataset.pipeline.insert(0, dict(type="MixWithEarlier"))
+        cfg.update(work_dir=str(tmp_path / folder), launcher="none", custom_hooks=[])
+        cfg.update(load_from=load_from and str(tmp_path / load_from), resume=load_from is not None)
+        launch_run(cfg, Runner.train)
+    a, b = (torch.load(tmp_path / folder / "epoch_3.pth", weights_only=False) for folder in ("straight", "resumed"))
+    for name, tensor in a["state_dict"].items():
+        assert torch.equal(tensor, b["state_dict"][name]), name
+
+
+@pytest.mark.fault
+def test_an_interrupted_run_says_how_to_continue(train, tmp_path):
+    status, output = train(tmp_path, death=("step", 2, "SIGINT"))
+    assert status == 130 and "Traceback" not in output
+    assert "--resume continues the run" in output.splitlines()[-1]
 
 
 @pytest.fixture

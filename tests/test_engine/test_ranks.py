@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 from importlib import import_module
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from mmspectral.engine import launch_run
 from mmspectral.engine.launch import init_cpu_process_group
+from mmspectral.engine.work_folder import _identity as alive
 from mmspectral.errors import UsageError
 from mmspectral.models.backbones.xcit import ARCHITECTURES
 from tests.helpers import CONFIGS, DATA, ROOT, TOOLS, TOY, fork, output_of, printed, run
@@ -83,6 +85,15 @@ def test_a_rank_that_dies_or_hangs_ends_the_job(tmp_path, how, cause):
     assert re.search(cause, output), output
     assert how == "SIGSTOP" or re.search(r"rank +: 1 ", output), "torchrun's summary names the rank"
     assert not (tmp_path / "iter_2.pth").exists()
+
+
+@pytest.mark.fault
+def test_a_rank_ends_without_its_launcher(ranks, tmp_path):
+    printed(fork(ranks.be_orphaned, tmp_path / "pid", path=(ROOT, RANKS)))
+    pid, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not alive(pid)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class Watch(Hook):
         self.validated.append(seen(runner.model))
 
 
-def run(work_dir, updates, ema=None, accumulated=1, by_epoch=False, interval=3, load_from=None, resume=False, **kwargs):
+def run(work_dir, updates, ema=None, accumulated=1, interval=3, by_epoch=False, load_from=None, resume=False, **kwargs):
     """Train by iterations, or by epochs of two; validate every second one, of two batches."""
     watch = Watch()
     loader = dict(batch_size=2, num_workers=0, dataset=Data(), collate_fn=dict(type="default_collate"))
@@ -104,6 +104,7 @@ def run(work_dir, updates, ema=None, accumulated=1, by_epoch=False, interval=3, 
         custom_hooks=[
             dict(type="mmspectral.CorrectionRefreshHook"),
             dict(type="mmspectral.FeatureRedrawHook", interval=interval, by_epoch=by_epoch),
+            *([dict(type="mmspectral.DueValidationHook")] if resume else []),
             watch,
             *([copy.deepcopy(ema)] if ema else []),
         ],
@@ -153,6 +154,7 @@ def test_redrawn_every_so_many_epochs(tmp_path):
 def test_a_resumed_run_continues_identically(tmp_path, ema):
     straight, watch = run(tmp_path / "straight", 8, ema=ema)
     _, rest = run(tmp_path / "resumed", 8, ema=ema, resume=True, load_from=f"{straight.work_dir}/iter_4.pth")
+    assert len(rest.validated) > len(rest.trained), "averaged weights were validated before training went on"
     assert rest.losses == watch.losses[4:]
     for a, b in zip(watch.trained[4:], rest.trained, strict=True):
         assert torch.equal(a.C, b.C) and torch.equal(a.w, b.w)

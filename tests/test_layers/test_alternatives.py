@@ -5,12 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from mmengine.model import ExponentialMovingAverage
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from mmspectral.layers import QKNorm, build_conditioning, condition_linear
-from mmspectral.layers.alternatives import SigmaReparamLinear, SpectralNormLinear
+from mmspectral.layers.alternatives import SpectralNormLinear
 from mmspectral.ops import ProjectionLayout
 from tests.test_layers.test_projection import (
     ALTERNATIVES,
@@ -124,7 +123,6 @@ def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
         theirs = separate[role].parametrizations.weight
         torch.testing.assert_close(weight, theirs.original, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(fused.left[ROLES.index(role)], theirs[0]._u, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(Fused(fused).eval()(tokens()), separate.eval()(tokens()), rtol=1e-12, atol=1e-12)
 
 
 @ROW_ORDERS
@@ -156,7 +154,7 @@ def test_the_start_finds_the_largest_singular_value_to_two_per_cent(rows, column
             linear.weight.data = u @ torch.diag(s[0] / torch.arange(1, len(s) + 1)) @ v
         exact = torch.linalg.svdvals(linear.weight.detach())[0]
         ours = SpectralNormLinear(linear, build_conditioning(dict(type="SpectralNorm")), ProjectionLayout(("q",), 4))
-        assert 0.98 * exact < ours.sigma().item() <= exact * (1 + 1e-5)
+        assert 0.99 * exact < ours.sigma().item() <= exact * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("targets", [("q",), ("k", "v")])
@@ -215,23 +213,6 @@ def test_zero_weights_give_zero_and_recover(cfg):
         model.qkv.weight.copy_(Attention().qkv.weight)
     model.qkv(tokens())
     assert (model.qkv.sigma() > 0).all()
-
-
-@each(DIVISIONS)
-def test_refresh_gives_averaged_models_the_sigma_of_the_averaged_weight(cfg):
-    model = Attention(cfg)
-    average = ExponentialMovingAverage(model, momentum=0.2)
-    for _ in range(5):
-        train([model], steps=1)
-        average.update_parameters(model)
-    qkv = average.module.qkv.eval()
-    assert not torch.equal(qkv.weight, model.qkv.weight) and torch.equal(qkv.left, model.qkv.left)
-    gamma = qkv.gamma.clone() if isinstance(qkv, SigmaReparamLinear) else None
-    exact = torch.stack([torch.linalg.svdvals(w)[0] for w in qkv.layout.split(qkv.weight)])
-    assert (qkv.sigma() < 0.99 * exact).any()  # as the docstring says: with the vectors of the trained model
-    qkv.refresh()
-    torch.testing.assert_close(qkv.sigma(), exact, rtol=0.01, atol=0)
-    assert gamma is None or torch.equal(qkv.gamma, gamma)
 
 
 @ROW_ORDERS

@@ -24,7 +24,8 @@ def test_table_and_exit_status(call_tool):
 
 
 def test_training_is_refused_before_anything_is_written(call_tool, tmp_path):
-    status, _, errors = call_tool("train.py", *WRONG)
+    status, out, errors = call_tool("train.py", *WRONG)
     assert status == 2
-    assert "The data cannot be used with this config" in errors and "- model.head.num_classes is for 3" in errors
+    assert "train.py: error: The data cannot be used with this config" in errors
+    assert "- model.head.num_classes is for 3" in errors and "error: " not in out
     assert not any(tmp_path.iterdir())

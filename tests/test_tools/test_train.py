@@ -94,6 +94,14 @@ def test_a_mistyped_path_is_named_before_heavy_imports(toy_config, tool, argumen
     assert re.search("error: .*nowhere", result.stderr.splitlines()[-1])
 
 
+def test_warnings_are_in_the_log(run_tool, toy_config, tmp_path):
+    backbone = dict(type="mmspectral.SpectralViT", conditioning=dict(type="IdentityCorrection", scale=10.0))
+    (tmp_path / "config.py").write_text(f"_base_ = {toy_config!r}\nmodel = dict(backbone={backbone})\n")
+    result = run_tool("train.py", tmp_path / "config.py", "--work-dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert "WARNING - " in (log := next(tmp_path.glob("run/*/*.log")).read_text()) and "saturat" in log.lower()
+
+
 def test_print_config_resolves_inheritance_and_options(run_tool, toy_config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(TOY)
     (tmp_path / "child.py").write_text(f"_base_ = {toy_config!r}\ntrain_cfg = dict(max_iters=5)\n")

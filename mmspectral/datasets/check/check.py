@@ -62,7 +62,8 @@ def check_before_training(cfg: Config) -> None:
     if not cfg.get("check_dataset", True) or rank != "0":
         return
     report = check_dataset(cfg, SPLITS[:2])
-    print(report, flush=True)
+    # The errors are in what is raised.
+    print("\n".join(line for line in str(report).splitlines() if not line.startswith("error: ")), flush=True)
     if report.all_errors:
         listed = "\n".join(f"- {text}" for text in report.all_errors)
         raise UsageError(f"The data cannot be used with this config (check_dataset=False skips this check):\n{listed}")

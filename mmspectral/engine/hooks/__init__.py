@@ -9,6 +9,7 @@ from mmspectral.engine.hooks.exact_resume import (
     DueValidationHook,
     EarlyStoppingHook,
     EpochSeedHook,
+    PendingGradientsHook,
     ResumeCheckHook,
 )
 from mmspectral.engine.hooks.feature_redraw_hook import FeatureRedrawHook
@@ -25,5 +26,6 @@ __all__ = [
     "EpochSeedHook",
     "FeatureRedrawHook",
     "NonFiniteGuardHook",
+    "PendingGradientsHook",
     "ResumeCheckHook",
 ]

@@ -19,8 +19,7 @@ class CorrectionRefreshHook(Hook):
     would have. Ranks need not communicate: equal weights give equal C.
 
     Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged model is validated, tested and
-    saved with the C of its averaged W, whatever ``update_buffers`` says, and training goes on with the C it had. Call
-    :func:`mmspectral.layers.refresh_corrections` on other averages before their forward pass.
+    saved with the C of its averaged W, whatever ``update_buffers`` says, and training goes on with the C it had.
     """
 
     priority = "ABOVE_NORMAL"  # before EMAHook, usually NORMAL, swaps, saves or evaluates

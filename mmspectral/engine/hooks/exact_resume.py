@@ -3,21 +3,25 @@
 import functools
 import random
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mmengine.dataset
 import mmengine.hooks
 import numpy as np
 import torch
+from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
 from mmspectral.errors import UsageError
 from mmspectral.registry import HOOKS
 
-_STARTED = "validation_started_at"
+# mmengine prints what begins with "val" among the metrics of each validation.
+_STARTED, _FORMERLY = "started_validation_at", "validation_started_at"
 
 
 @HOOKS.register_module()
@@ -33,8 +37,7 @@ class ResumeCheckHook(Hook):
         """Raise ``UsageError`` if the weights differ and the run is to be resumed."""
         if not runner._resume:
             return
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        own = {name: list(value.shape) for name, value in model.state_dict().items()}
+        own = {name: list(value.shape) for name, value in _unwrapped(runner).state_dict().items()}
         saved = {name.removeprefix("module."): list(v.shape) for name, v in checkpoint["state_dict"].items()}
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         if different:
@@ -68,6 +71,11 @@ class EpochSeedHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Take over the seeding of workers; warn of what a resumed run cannot repeat."""
         loader = runner.train_dataloader
+        if any(type(hook) is mmengine.hooks.EarlyStoppingHook for hook in runner.hooks):
+            runner.logger.warning(
+                "EpochSeedHook: mmengine's EarlyStoppingHook forgets its best score when a run is resumed. Use type="
+                "'mmspectral.EarlyStoppingHook'."
+            )
         if not isinstance(runner.train_loop, EpochBasedTrainLoop):
             return
         if runner.iter % len(loader):
@@ -87,12 +95,26 @@ class EpochSeedHook(Hook):
             loader.worker_init_fn = functools.partial(seed_worker, first=first)
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Seed this process."""
+        """Seed this process, and empty what transforms in it have kept; workers begin each epoch with copies of it."""
+        for transform in _transforms(runner.train_dataloader.dataset):
+            if hasattr(transform, "results_cache"):  # mmdet's CachedMosaic and CachedMixUp
+                transform.results_cache.clear()
         entropy = np.random.SeedSequence((runner.seed, runner.rank, runner.epoch, runner.iter))
         for_python, for_numpy, for_torch = entropy.spawn(3)
         random.seed(int(for_python.generate_state(1, np.uint64)[0]))
         np.random.seed(for_numpy.generate_state(4))  # noqa: NPY002 - the generator that transforms draw from
         torch.manual_seed(int(for_torch.generate_state(1, np.uint64)[0]))
+
+
+def _transforms(part: object) -> Iterator[object]:
+    """Yield the transforms in a data set, and below wrappers of data sets and of transforms."""
+    if isinstance(part, (list, tuple)):
+        for each in part:
+            yield from _transforms(each)
+        return
+    yield part
+    for name in ("dataset", "datasets", "pipeline", "transforms"):
+        yield from _transforms(vars(part).get(name, ()) if hasattr(part, "__dict__") else ())
 
 
 def seed_worker(worker_id: int, first: Callable[[int], None]) -> None:
@@ -102,6 +124,48 @@ def seed_worker(worker_id: int, first: Callable[[int], None]) -> None:
     random.seed(seed)
     np.random.seed(np.random.SeedSequence(seed).generate_state(4))  # noqa: NPY002 - as above
     torch.manual_seed(seed)
+
+
+@HOOKS.register_module()
+class PendingGradientsHook(Hook):
+    """Save gradients that are accumulated but not yet used, and give them back to a resumed run.
+
+    With ``accumulative_counts=n`` an epoch need not end with an update; mmengine loses what was accumulated by then.
+    Ranks have gradients of their own until the update averages them; here the end of an epoch does.
+    """
+
+    priority = "VERY_HIGH"  # before the checkpoint hook
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Average over the ranks."""
+        for gradient in _pending(runner).values():
+            all_reduce(gradient, "mean")
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Put them into the checkpoint."""
+        if pending := _pending(runner):
+            checkpoint["pending_gradients"] = pending
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Give them to the parameters of a run that is resumed."""
+        if runner._resume:
+            for name, gradient in checkpoint.get("pending_gradients", {}).items():
+                parameter = _unwrapped(runner).get_parameter(name)
+                parameter.grad = gradient.to(parameter)
+
+
+def _pending(runner: Runner) -> dict[str, Tensor]:
+    """Return the gradients by name; after an update there are none, but for parameters that no optimizer has."""
+    wrapper = runner.optim_wrapper
+    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    if all(getattr(each, "_accumulative_counts", 1) == 1 for each in wrappers):
+        return {}
+    named = _unwrapped(runner).named_parameters()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _unwrapped(runner: Runner) -> nn.Module:
+    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 @HOOKS.register_module()
@@ -118,7 +182,8 @@ class DueValidationHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Validate if the run was resumed where a validation is due."""
-        if runner.iter and _is_due(runner) and runner.message_hub.get_info(_STARTED, None) != runner.iter:
+        former = runner.message_hub.runtime_info.pop(_FORMERLY, None)  # in checkpoints of earlier versions
+        if runner.iter and _is_due(runner) and runner.message_hub.get_info(_STARTED, former) != runner.iter:
             runner.logger.info(f"Validating the checkpoint: this was due at iteration {runner.iter}.")
             runner.val_loop.run()
 

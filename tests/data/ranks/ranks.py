@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from mmspectral import condition
+from mmspectral.engine import launch
 from mmspectral.layers import feature_kernels, fold, refresh_corrections
 from mmspectral.models import backbones
 
@@ -274,6 +277,18 @@ def recomputed():
 def sharded():
     mesh = init_device_mesh("cpu", (2,))
     return {case: compare(case, mesh) for case in CASES}
+
+
+def be_orphaned(pid_file):
+    """Fork a process that looks after this one as a rank after its launcher, and end."""
+    launch._GLANCE = 0.1
+    if os.fork() == 0:
+        threading.Thread(target=launch._end_without, args=(os.getppid(),), daemon=True).start()
+        Path(pid_file).write_text(str(os.getpid()))
+        time.sleep(60)
+    while not os.path.exists(pid_file):
+        time.sleep(0.05)
+    time.sleep(0.5)
 
 
 def run_program(name, folder):

@@ -14,14 +14,14 @@ from tests.helpers import DATA, ROOT, TOOLS, TOY, fork, run_script
 
 # Audit events of Python that end a save: the hidden file is there and empty, complete, renamed.
 _SAVING = {"os.chmod": "tmp", "os.rename": "tmp", "os.remove": "pth"}
-_death = {"event": None, "after": 0}
+_death = {"event": None, "after": 0, "signal": "SIGKILL"}
 
 
 def tick(event):
     if event == _death["event"]:
         _death["after"] -= 1
         if _death["after"] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[_death["signal"]])
 
 
 def _audit(event, arguments):
@@ -54,7 +54,7 @@ def run_tool(name, *arguments, death=(None, 0), largest_file=None, seconds=None)
     Args:
         name: File name of the script.
         *arguments: Of the command line.
-        death: An event and its number: that one kills the process.
+        death: An event, its number, and perhaps a signal: that one kills the process, by SIGKILL.
         largest_file: Bytes after which a write fails, as on a full disk.
         seconds: Time after which the process is killed.
     """
@@ -65,8 +65,8 @@ def run_tool(name, *arguments, death=(None, 0), largest_file=None, seconds=None)
 
 
 def be_tool(task, path, *arguments):
-    (event, after), largest_file = json.loads(task)
-    _death.update(event=event, after=after)
+    death, largest_file = json.loads(task)
+    _death.update(zip(_death, death, strict=False))
     sys.addaudithook(_audit)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
