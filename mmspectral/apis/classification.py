@@ -9,7 +9,7 @@ from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
 from mmspectral.checkpoints import fit_to_model, read_checkpoint
-from mmspectral.engine.runner.testing import innermost_dataset
+from mmspectral.engine.runner.testing import innermost_datasets
 
 
 class Classifier:
@@ -30,7 +30,7 @@ class Classifier:
         self.inferencer = ImageClassificationInferencer(cfg, pretrained=False, device=device, classes=names)
         weights, _ = fit_to_model(self.inferencer.model, loaded, checkpoint)
         self.inferencer.model.load_state_dict(weights.state_dict(), strict=False)
-        self.classes = self.inferencer.classes or innermost_dataset(cfg).get("metainfo", {}).get("classes")
+        self.classes = self.inferencer.classes or innermost_datasets(cfg)[0].get("metainfo", {}).get("classes")
         self.visualizer = UniversalVisualizer()
 
     def __call__(self, images: Sequence[str]) -> list:

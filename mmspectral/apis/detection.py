@@ -11,7 +11,7 @@ from mmengine.config import Config, ConfigDict
 
 from mmspectral.checkpoints import fit_to_model
 from mmspectral.datasets.check.coco import read_annotations
-from mmspectral.engine.runner.testing import innermost_dataset
+from mmspectral.engine.runner.testing import innermost_datasets
 from mmspectral.errors import UsageError
 
 # COCO numbered 91 categories and annotated 80 of them; these are the others.
@@ -83,7 +83,7 @@ class Detector:
 
 
 def _config_annotations(cfg: Config) -> dict | None:
-    dataset = innermost_dataset(cfg)
+    dataset = innermost_datasets(cfg)[0]
     if not dataset.get("ann_file"):
         return None
     path = Path(dataset.get("data_root") or "", dataset.ann_file)

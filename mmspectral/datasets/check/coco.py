@@ -73,6 +73,7 @@ def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: Coco
         content = read_annotations(ann_file)
     except UsageError as error:
         report.errors.append(str(error))
+        report.wrong_classes = use.own_classes
         return []
     used = check_content(report, content, use)
     if folder is not None:
