@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 from mmengine.registry import DefaultScope
 
-from tests.helpers import QUICKSTART, ROOT, TINY, TOOLS, output_of
+from tests.helpers import QUICKSTART, ROOT, TINY, output_of, tool_output
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +47,8 @@ def run_command():
 
 
 @pytest.fixture(scope="session")
-def tiny_options():
-    """``--cfg-options`` that make two iterations of the quick-start config."""
-    return list(TINY)
-
-
-@pytest.fixture(scope="session")
-def quickstart_config():
-    return QUICKSTART
-
-
-@pytest.fixture(scope="session")
 def trained_quickstart(tmp_path_factory):
     """Work folder of a finished tiny run."""
     work_dir = tmp_path_factory.mktemp("trained_quickstart")
-    output_of(sys.executable, TOOLS / "train.py", QUICKSTART, "--work-dir", work_dir, "--cfg-options", *TINY)
+    tool_output("train.py", QUICKSTART, "--work-dir", work_dir, "--cfg-options", *TINY)
     return work_dir

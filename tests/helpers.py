@@ -1,10 +1,18 @@
 """Paths of the checkout, commands in processes of their own, and small data sets, for tests in any folder."""
 
+import contextlib
+import json
+import multiprocessing.forkserver
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, TOOLS, DATA = ROOT / "configs", ROOT / "tools", ROOT / "tests" / "data"
@@ -53,9 +61,75 @@ def run(
 
 def output_of(*command: object, **options: object) -> str:
     """Run a command as :func:`run` does and return what it printed; fail the test if the command fails."""
-    done = run(*command, **options)
-    assert done.returncode == 0, f"{command}:\n{(done.stdout + done.stderr)[-4000:]}"
+    return printed(run(*command, **options))
+
+
+def printed(done: subprocess.CompletedProcess) -> str:
+    """Return what a command printed; fail the test if it failed."""
+    assert done.returncode == 0, f"{done.args}:\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout + done.stderr
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [f"{name}.{part}" for name in ("mmspectral", "mmpretrain", "mmdet") for part in ("apis", "datasets")]
+)
+
+
+def fork(
+    function: Callable, *arguments: object, path=(ROOT,), cwd=None, timeout=290, ranks=1, **changes: object
+) -> subprocess.CompletedProcess:
+    """Call a function in a process that is forked from one which has imported mmdet; else as :func:`run`.
+
+    A process that lives longer than ``timeout`` is killed. With several ``ranks`` there are so many processes, with
+    what torchrun tells its own.
+    """
+    with mock.patch.dict(os.environ, environment(), clear=True):
+        multiprocessing.forkserver.ensure_running()
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            changes.update(WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=server.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in range(2))
+        processes = []
+        for rank in range(ranks):
+            own = changes if ranks == 1 else dict(changes, RANK=rank, LOCAL_RANK=rank)
+            task = (environment(path, **own), cwd, [str(entry) for entry in path], (out.name, err.name))
+            processes.append(_FORKS.Process(target=_forked, args=(*task, function, *map(str, arguments))))
+            processes[-1].start()
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+            process.kill()
+            process.join()
+        status = next((process.exitcode for process in processes if process.exitcode), 0)
+        return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
+
+
+def _forked(variables, cwd, path, outputs, function, *arguments):
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:0] = path
+    os.chdir(cwd or os.getcwd())
+    for number, name in enumerate(outputs, 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+    function(*arguments)
+
+
+def run_tool(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+    """Run a script of ``tools/`` by :func:`fork`."""
+    return fork(run_script, TOOLS / name, *arguments, **options)
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """Run a script with these arguments in this process."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
+def tool_output(name: str, *arguments: object, **options: object) -> str:
+    """Run a script as :func:`run_tool` does and return what it printed; fail the test if it fails."""
+    return printed(run_tool(name, *arguments, **options))
 
 
 def run_python(code: str, *flags: str, **options: object) -> subprocess.CompletedProcess:
@@ -79,8 +153,6 @@ def class_folders(folder: Path, classes: Iterable[str], images: int = 2, size: t
 
 def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[int, int] = (64, 64)) -> Path:
     """Write noisy images with one box and mask each, and return the annotation file ``folder/annotations.json``."""
-    import json
-
     height, width = size
     class_folders(folder, ["images"], images, size)
     categories = [dict(id=number, name=name) for number, name in enumerate(classes, 1)]
@@ -95,6 +167,12 @@ def coco_set(folder: Path, classes: Iterable[str], images: int = 2, size: tuple[
     )
     (folder / "annotations.json").write_text(json.dumps(content))
     return folder / "annotations.json"
+
+
+def log_lines(work_dir: Path, having: str = "") -> list[dict]:
+    """Return the lines with that text which the newest run in a folder logged, of losses and of metrics."""
+    lines = max(Path(work_dir).glob("*/vis_data/scalars.json")).read_text().splitlines()
+    return [json.loads(line, parse_constant=int) for line in lines if having in line]  # NaN is no JSON
 
 
 class Call:
@@ -113,18 +191,3 @@ def assert_rounded_once(actual, exact, slack: float = 1e-6) -> None:
 
     error = (actual.double().cpu() - exact).abs()
     assert (error <= torch.finfo(actual.dtype).eps / 2 * exact.abs() + slack).all()
-
-
-def check_ranks(work_dir: Path) -> dict:
-    """Assert what hook ``WriteRank`` of the toy saved on two ranks, and return what the first has."""
-    import torch
-
-    first, second = (torch.load(work_dir / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
-    for rank in (first, second):
-        assert rank["wrapper"] == "MMDistributedDataParallel"
-        assert rank["evaluations"] == 1
-        assert rank["with_gradient"] == sorted(rank["parameters"])
-    assert first["parameters"].keys() == second["parameters"].keys()
-    for name, value in first["parameters"].items():
-        assert torch.equal(value, second["parameters"][name]), name
-    return first

@@ -16,7 +16,7 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCH
 from torch.overrides import TorchFunctionMode
 
 import mmspectral
-from mmspectral.engine.runner.launch import runtime_notes
+from mmspectral.engine import runtime_notes
 from mmspectral.layers import corrected_parameters
 from mmspectral.models.backbones import (
     DarkDeiT,

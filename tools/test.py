@@ -39,13 +39,11 @@ def main() -> None:
         engine.show_predictions(cfg, args.show_dir, window=args.show, wait_time=args.wait_time)
 
     def test(runner) -> None:
-        for note in notes:
-            runner.logger.info(note)
         if writer:
             runner.test_evaluator.metrics.append(writer)
         runner.test()
 
-    engine.launch_run(cfg, test)
+    engine.launch_run(cfg, test, notes)
 
 
 if __name__ == "__main__":

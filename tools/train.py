@@ -8,6 +8,7 @@ Several processes: tools/dist_train.sh, tools/slurm_train.sh.
 import argparse
 
 from mmspectral.arguments import add_run_arguments, report_usage_errors, require_checkpoint, run_config
+from mmspectral.errors import UsageError
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,18 +38,26 @@ def main() -> None:
     # Heavy imports come after what a mistyped path stops.
     from mmengine.runner import Runner
 
-    from mmspectral import engine
     from mmspectral.datasets import check_before_training
+    from mmspectral.engine import launch_run, runtime_notes
 
     if args.amp:
-        engine.enable_amp(cfg)
+        cfg.optim_wrapper.type = "AmpOptimWrapper"
+        cfg.optim_wrapper.loss_scale = "dynamic"
     if args.auto_scale_lr:
-        engine.enable_lr_scaling(cfg)
+        if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
+            raise UsageError(
+                "--auto-scale-lr needs the batch size that the config's learning rate is meant for: "
+                "add auto_scale_lr = dict(base_batch_size=..., enable=False) to the config."
+            )
+        cfg.auto_scale_lr.enable = True
     if args.resume is not None:
-        engine.set_resume(cfg, args.resume)
-    notes = engine.runtime_notes(cfg)
+        cfg.resume = True
+        cfg.load_from = None if args.resume == "auto" else args.resume
+
+    notes = runtime_notes(cfg)
     check_before_training(cfg)
-    engine.launch_run(cfg, Runner.train, notes)
+    launch_run(cfg, Runner.train, notes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
 from mmspectral.checkpoints import fit_to_model, read_checkpoint
-from mmspectral.engine.runner.testing import innermost_datasets
+from mmspectral.engine.testing import innermost_datasets
 
 
 class Classifier:

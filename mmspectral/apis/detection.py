@@ -11,7 +11,7 @@ from mmengine.config import Config, ConfigDict
 
 from mmspectral.checkpoints import fit_to_model
 from mmspectral.datasets.check.coco import read_annotations
-from mmspectral.engine.runner.testing import innermost_datasets
+from mmspectral.engine.testing import innermost_datasets
 from mmspectral.errors import UsageError
 
 # COCO numbered 91 categories and annotated 80 of them; these are the others.

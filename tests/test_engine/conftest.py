@@ -1,9 +1,7 @@
 """A tiny classifier on SpectralXCiT and runs of mmengine's Runner on given batches."""
 
 import itertools
-import json
 import uuid
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoints import use_safe_loading
 from mmspectral.models import SpectralXCiT
+from tests.helpers import log_lines
 
 ARCH = dict(embed_dims=16, depth=3, num_heads=2, cls_attn_layers=1)
 
@@ -130,17 +129,8 @@ def make_runner(tmp_path):
 
 @pytest.fixture
 def logged():
-    """Return a function that reads the strictly valid JSON lines of a run that hold scalars of the hook."""
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
-
-    def read(runner):
-        path = Path(runner.log_dir, "vis_data", "scalars.json")
-        lines = [line for line in path.read_text().splitlines() if "conditioning/seconds" in line]
-        return [json.loads(line, parse_constant=refuse) for line in lines]
-
-    return read
+    """Return a function that reads what a run logged of the hook."""
+    return lambda runner: log_lines(runner.work_dir, "conditioning/seconds")
 
 
 class Counter(BaseModel):

@@ -1,11 +1,13 @@
 """The file backend, the checkpoint hook, what find_damage finds, and which file is resumed."""
 
 import errno
+import functools
 import io
 import os
 import resource
 import stat
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -14,12 +16,15 @@ import torch
 from mmengine.config import Config
 from mmengine.fileio import get_file_backend
 from mmengine.hooks import Hook
+from mmengine.model import BaseModule
 
+from mmspectral.compat.atomic_write import FileWriteError
 from mmspectral.compat.checkpoint_damage import find_damage
-from mmspectral.engine.checkpoint_backend import AtomicBackend, FileWriteError
-from mmspectral.engine.hooks.checkpoint_hook import CheckpointHook
-from mmspectral.engine.runner.resume import choose_checkpoint
-from mmspectral.errors import UnsafeCheckpointError, UsageError
+from mmspectral.compat.checkpoints import load_from_local
+from mmspectral.engine.hooks.checkpoint_hook import AtomicBackend, CheckpointHook
+from mmspectral.engine.launch import require_writable
+from mmspectral.engine.resume import choose_checkpoint
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 from mmspectral.registry import HOOKS
 
 RUN = dict(meta=dict(epoch=1, iter=4, seed=7), message_hub=dict(), state_dict=dict(weight=torch.arange(1000.0)))
@@ -86,32 +91,59 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk):
 
 @pytest.mark.fault
 def test_a_file_in_the_place_of_the_folder(tmp_path):
-    (tmp_path / "folder").write_text("a file")
+    (tmp_path / "work").write_text("mine")
     with pytest.raises(FileWriteError, match="could not be written"):
-        AtomicBackend().put(b"content", tmp_path / "folder" / "epoch_1.pth")
-    assert (tmp_path / "folder").read_text() == "a file"
+        AtomicBackend().put(b"content", tmp_path / "work" / "epoch_1.pth")
+    for folder in (tmp_path / "work", tmp_path / "work" / "below"):
+        with pytest.raises(UsageError, match=r"work.* cannot be written.*--work-dir"):
+            require_writable(str(folder))
+    assert (tmp_path / "work").read_text() == "mine"
 
 
-def test_every_kind_of_damage_is_found(tmp_path):
-    path = tmp_path / "checkpoint.pth"
-    torch.save(RUN, path)
-    content = path.read_bytes()
-    assert find_damage(path) is None
-    flip_bit(path, offset_of_weight(path))
-    assert "checksum" in find_damage(path)
-    changed = torch.load(path, weights_only=True)["state_dict"]["weight"]
-    assert not torch.equal(changed, RUN["state_dict"]["weight"]), "torch reads it as another weight"
-    for size in (0, 10, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
-        assert f"{size} bytes are no complete archive" in find_damage(path)
+@pytest.mark.fault
+def test_a_read_only_work_folder():
+    """Permissions do not bind root, which becomes somebody else for a moment."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as parent:  # pytest's folders are closed to others
+        os.chmod(parent, 0o755)
+        folder = Path(parent, "work")
+        folder.mkdir(mode=0o555)
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match=r"work cannot be written: Permission denied.*--work-dir"):
+                require_writable(str(folder))
+        finally:
+            os.seteuid(user)
+        assert not list(folder.iterdir())
 
 
-def test_no_flipped_bit_changes_what_is_read_unnoticed(tmp_path):
-    """Whatever bit flips, the file is refused or means the same."""
+@pytest.mark.parametrize("fault", ["truncated weights", "flipped bit"])
+@pytest.mark.fault
+def test_damaged_weights_are_named(tmp_path, safe_loading, fault):
+    """Also those of a model that is not ours."""
+    path = tmp_path / "weights.pth"
+    torch.save(dict(state_dict=torch.nn.Linear(64, 64).state_dict()), path)
+    load_from_local(str(path))
+    content = bytearray(path.read_bytes())
+    if fault == "flipped bit":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content[: -1 if fault == "truncated weights" else None])
+    model = BaseModule(init_cfg=dict(type="Pretrained", checkpoint=str(path)))
+    for load in (model.init_weights, functools.partial(load_from_local, str(path))):
+        with pytest.raises(DamagedCheckpointError, match=r"weights.pth is damaged: its .*Copy or download it again"):
+            load()
+
+
+def test_no_damage_changes_what_is_read_unnoticed(tmp_path):
+    """Whatever bit flips, the file is refused or means the same; one that is cut off is refused."""
     path = tmp_path / "checkpoint.pth"
     small = dict(state_dict=dict(weight=torch.arange(4.0)), meta=dict(seed=7))
     torch.save(small, path)
     content = path.read_bytes()
+    for size in (0, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        assert f"{size} bytes are no complete archive" in find_damage(path)
     unnoticed = 0
     for offset in range(len(content)):
         changed = bytearray(content)
@@ -139,7 +171,7 @@ def save(work_dir, *names, content=RUN):
 
 
 @pytest.mark.fault
-def test_newest_whole_checkpoint_is_resumed(safe_loading, tmp_path):
+def test_the_newest_whole_checkpoint_is_resumed_and_none_begins_anew_over_damaged_ones(safe_loading, tmp_path):
     save(tmp_path, "epoch_2.pth", "epoch_9.pth", "epoch_10.pth", "epoch_11.pth", "best_acc_epoch_12.pth", "iter_40.pth")
     (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_11.pth"))
     flip_bit(tmp_path / "epoch_11.pth", offset_of_weight(tmp_path / "epoch_11.pth"))
@@ -148,6 +180,10 @@ def test_newest_whole_checkpoint_is_resumed(safe_loading, tmp_path):
     notes = choose_checkpoint(cfg)
     assert cfg.load_from == str(tmp_path / "epoch_9.pth") and cfg.randomness.seed == 7
     assert [note.partition(" ")[0] for note in notes] == [str(tmp_path / f"epoch_{n}.pth") for n in (11, 10)]
+    for name in ("epoch_9.pth", "epoch_2.pth"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UsageError, match=r"epoch_9.pth is passed over.*epoch_2.pth is passed over.*--work-dir"):
+        choose_checkpoint(config(tmp_path))
     cfg = config(tmp_path, default_hooks=dict(checkpoint=dict(by_epoch=False)), randomness=dict(seed=3))
     assert choose_checkpoint(cfg) == []
     assert cfg.load_from == str(tmp_path / "iter_40.pth") and cfg.randomness.seed == 3
@@ -161,17 +197,12 @@ def test_checkpoints_in_another_folder_and_under_another_name(safe_loading, tmp_
     assert cfg.load_from == str(tmp_path / "run" / "state-3.pth")
 
 
-def test_a_run_without_a_checkpoint_begins(tmp_path):
+def test_the_folder_of_a_sharded_checkpoint_is_resumed_as_it_is(tmp_path):
+    """FlexibleRunner's strategies write such; only they can read them."""
+    (tmp_path / "epoch_2.pth").mkdir()
+    torch.save({}, tmp_path / "epoch_1.pth")
     cfg = config(tmp_path)
-    assert choose_checkpoint(cfg) == [] and cfg.get("load_from") is None
-
-
-@pytest.mark.fault
-def test_a_run_does_not_begin_anew_over_damaged_checkpoints(safe_loading, tmp_path):
-    save(tmp_path, "epoch_1.pth")
-    (tmp_path / "epoch_1.pth").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"epoch_1.pth is passed over.*another --work-dir"):
-        choose_checkpoint(config(tmp_path))
+    assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / "epoch_2.pth")
 
 
 @pytest.mark.fault
@@ -216,9 +247,9 @@ class Breaking(Hook):
 def train(count, tmp_path):
     """Return a function that trains with the hook, and better with each epoch, and returns the hook."""
 
-    def run(epochs=5, trouble=None, **settings):
+    def run(epochs=5, trouble=lambda runner: None, **settings):
         hook = CheckpointHook(interval=1, **settings)
-        count(tmp_path, range(1, epochs + 1), hook, [Breaking(trouble)] if trouble else [])
+        count(tmp_path, range(1, epochs + 1), hook, [Breaking(trouble)])
         return hook
 
     return run
@@ -272,7 +303,6 @@ def test_a_failed_save_stops_training_and_harms_nothing(train, tmp_path, full_di
 
 @pytest.mark.fault
 def test_tolerated_failures_are_counted_and_training_goes_on(train, tmp_path, full_disk):
-
     def trouble(runner):
         full_disk(100 if runner.epoch in (2, 3) else resource.RLIM_INFINITY)
 

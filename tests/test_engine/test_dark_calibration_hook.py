@@ -1,23 +1,17 @@
 """DarkCalibrationHook in real runs: when it calibrates, what training sees of it, averaged models, ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS, MODELS, DefaultScope
+from mmengine.registry import MODELS, DefaultScope
 
+from mmspectral.engine import launch_run
 from mmspectral.engine.hooks import DarkCalibrationHook
 from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
-from mmspectral.engine.runner.launch import launch_run, set_resume
 from mmspectral.layers import feature_kernels
+from tests.helpers import DATA, ROOT, TOY, tool_output
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests" / "data" / "toy_classification"
 DARK = dict(type="dark", num_features=12, proposal="sharp", shift="learned")
 CALIBRATION = dict(type="mmspectral.DarkCalibrationHook", num_batches=2, batch_size=2, fit_steps=2)
 MMENGINE_EMA = [dict(type="mmengine.EMAHook", momentum=0.3, update_buffers=buffers) for buffers in (False, True)]
@@ -95,9 +89,9 @@ def test_calibrates_loaded_weights_and_leaves_the_data_of_training_alone(pretrai
     assert nothing == [] and len(plain.images) == 2
     assert all(torch.equal(a, b) for a, b in zip(watch.images, plain.images, strict=True))
 
-    cfg = config(tmp_path / "resumed", CALIBRATION)
+    cfg = config(tmp_path / "resumed", CALIBRATION, load_from=str(tmp_path / "with" / "iter_2.pth"))
+    cfg.resume = True
     cfg.train_cfg.max_iters = 4
-    set_resume(cfg, str(tmp_path / "with" / "iter_2.pth"))
     watch, logged = train(cfg)
     trained = torch.load(tmp_path / "with" / "iter_2.pth", weights_only=False)["state_dict"]
     assert logged == [] and len(watch.images) == 2
@@ -122,23 +116,14 @@ def test_mmpretrains_ema_hook_comes_first(pretrained, tmp_path):
         assert torch.equal(own, averaged) and torch.equal(own, expected)
 
 
-def test_random_weights_are_warned_of(pretrained, tmp_path):
+def test_random_weights_and_a_twin_without_kernel_are_warned_of(pretrained, tmp_path):
     _, logged = train(config(tmp_path / "random", CALIBRATION))
     assert "the weights are random" in logged[0] and len(logged) == 2
     init_cfg = dict(type="Pretrained", checkpoint=pretrained, prefix="backbone.")
     _, logged = train(config(tmp_path / "init_cfg", CALIBRATION, init_cfg=init_cfg))
     assert len(logged) == 1
-
-
-def test_a_twin_without_kernel_trains_with_a_warning(pretrained, tmp_path):
-    watch, logged = train(config(tmp_path, CALIBRATION, kernel=None, load_from=pretrained))
+    watch, logged = train(config(tmp_path / "twin", CALIBRATION, kernel=None, load_from=pretrained))
     assert "no attention of the model has an M" in logged[0] and len(watch.images) == 2
-
-
-@pytest.mark.parametrize("scope", ["mmdet", "mmpretrain"])
-def test_is_found_under_the_scope_of_each_host(scope):
-    with DefaultScope.overwrite_default_scope(scope):
-        assert type(HOOKS.build(CALIBRATION)) is DarkCalibrationHook
 
 
 @pytest.mark.parametrize("wrong", [dict(num_batches=0), dict(batch_size=1.5), dict(num_tokens=1), dict(fit_steps=-1)])
@@ -151,17 +136,10 @@ def test_a_number_out_of_range_is_named(wrong):
 def test_two_ranks_end_with_one_geometry_and_the_same_draws(pretrained, tmp_path):
     redraw = dict(type="mmspectral.FeatureRedrawHook", interval=1)
     cfg = config(tmp_path, dict(type="WriteKernels"), CALIBRATION, redraw, load_from=pretrained)
-    cfg.custom_imports.imports.append("dark_ranks")
+    cfg.custom_imports.imports.append("ranks")
     cfg.dump(tmp_path / "config.py")
-    paths = [ROOT, TOY, ROOT / "tests" / "data" / "dark_ranks", os.environ.get("PYTHONPATH", "")]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, paths)), OMP_NUM_THREADS="1")
-    environment["CUDA_VISIBLE_DEVICES"] = "-1"
-    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    command += [ROOT / "tools" / "train.py", tmp_path / "config.py", "--launcher", "pytorch", "--work-dir", tmp_path]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    options = ("--launcher", "pytorch", "--work-dir", tmp_path)
+    tool_output("train.py", tmp_path / "config.py", *options, ranks=2, path=[ROOT, TOY, DATA / "ranks"])
     first, second = (torch.load(tmp_path / f"kernels{rank}.pth", weights_only=True) for rank in (0, 1))
     assert first.keys() == second.keys() and len(first) == 6
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -4,13 +4,22 @@ import functools
 import json
 import random
 import uuid
+from importlib import import_module
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.dataset import worker_init_fn
 from mmengine.optim import OptimWrapper
+from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.compat.checkpoints import SAFE_GLOBALS
+from mmspectral.engine import runtime_notes
+from mmspectral.engine.hooks.exact_resume import seed_worker
+from mmspectral.errors import UsageError
 from tests.helpers import CONFIGS, DATA, TINY
 
 CONFIG = DATA / "toy_faults" / "config.py"
@@ -20,31 +29,22 @@ MOMENTS = ["step", "evaluation", "os.chmod", "os.rename", "os.remove"]
 DEATHS = [("step", 2), ("step", 6), *((moment, 1) for moment in MOMENTS[1:]), ("last evaluation", 2)]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def toys():
+    """The modules beside the config."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(CONFIG.parent)
-        yield
+        yield SimpleNamespace(faults=import_module("toy_faults"), same_run=import_module("same_run").assert_same_run)
 
 
 @pytest.fixture(scope="module")
-def train():
-    """Return a function that trains the toy, or another config, and returns the exit status and the log."""
-    from toy_faults import run_tool
+def train(toys):
+    """Return a function that trains the toy, or another config, and returns the exit status and what it printed."""
 
     def run(work_dir, *arguments, config=CONFIG, **moments):
-        work_dir.mkdir(exist_ok=True)
-        command = ("train.py", config, "--work-dir", work_dir, *arguments)
-        return run_tool(*command, log=work_dir / "output.log", **moments)
+        return toys.faults.run_tool("train.py", config, "--work-dir", work_dir, *arguments, **moments)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def same_run():
-    from same_run import assert_same_run
-
-    return assert_same_run
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def whole(work_dir):
     ],
 )
 @pytest.mark.fault
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, same_run, tmp_path, deaths):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(toys, train, straight, tmp_path, deaths):
     for death in deaths:
         before = whole(tmp_path)
         status, log = train(tmp_path, "--resume", death=death)
@@ -85,35 +85,37 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train, straight, s
     assert status == 0, log
     assert "Validating the checkpoint: this was due at iteration 16" in log
     assert "Epoch(train)" not in log, "only the metrics were missing"
-    same_run(straight, tmp_path, "epoch_4.pth")
+    toys.same_run(straight, tmp_path, "epoch_4.pth")
     assert checkpoints(tmp_path) == checkpoints(straight), "none was left over or lost"
     assert not list(tmp_path.glob(".*.tmp"))
 
 
 @pytest.mark.slow
-def test_without_it_a_resumed_run_differs(train, tmp_path):
-    """With mmengine's own hooks the tests above would fail."""
-    config = tmp_path / "stock.py"
-    config.write_text(
-        f"_base_ = {str(CONFIG)!r}\n"
-        "hooks = dict(logger=dict(type='LoggerHook'), checkpoint=dict(type='CheckpointHook', interval=1))\n"
-        "default_hooks = dict(hooks, _delete_=True)\n"
-    )
-    train = functools.partial(train, config=config)
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert train(straight)[0] == 0
-    assert train(resumed, death=("step", 10))[0] == -9
-    status, log = train(resumed, "--resume")
-    assert status == 0 and "resumed epoch" in log, log
-    a, b = (torch.load(folder / "epoch_4.pth", weights_only=False)["state_dict"] for folder in (straight, resumed))
-    assert not all(torch.equal(a[name], b[name]) for name in a)
-    assert "Off in this config: exact resume, atomic checkpoints" in log
+@pytest.mark.fault
+def test_training_meets_a_full_disk_and_another_architecture(train, tmp_path):
+    """The first save fails, by option training goes on; then the config changes. A checkpoint has more than 300 kB."""
+    work_dir = tmp_path / "run"
+    status, log = train(work_dir, largest_file=100_000)
+    assert status == 1 and "epoch_1.pth" in log and "could not be written: File too large" in log
+    assert not list(work_dir.glob("*.pth")) and not list(work_dir.glob(".*.tmp"))
+    options = [f"default_hooks.checkpoint.{option}" for option in ("tolerated_failures=9", "save_best=None")]
+    status, log = train(work_dir, "--cfg-options", *options, largest_file=100_000)
+    assert status == 1 and log.count("tolerated; training goes on") == 4
+    assert "the last 4 saves failed" in log and "accuracy/top1" in log
+    assert train(work_dir)[0] == 0
+    before = {path: path.read_bytes() for path in work_dir.glob("*.pth")}
+    wider = ["--cfg-options", "model.backbone.arch.feedforward_channels=48"]
+    status, log = train(work_dir, "--resume", *wider)
+    assert status == 2
+    last = log.splitlines()[-1]
+    assert "epoch_4.pth is that of another model" in last and "[32, 16] there and [48, 16] in the model" in last
+    assert before == {path: path.read_bytes() for path in work_dir.glob("*.pth")}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.fault
-def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path):
+def test_killed_twenty_times_at_random(toys, train, straight, tmp_path):
     """One run after the other is killed until it ends by itself, at moments of which a third is any time."""
     draw = random.Random(0)
     kills, finished, status = 0, 0, None
@@ -128,56 +130,32 @@ def test_killed_twenty_times_at_random(train, straight, same_run, tmp_path):
         if status == -9:
             kills += 1
         if status == 0:
-            same_run(straight, work_dir, "epoch_4.pth")
+            toys.same_run(straight, work_dir, "epoch_4.pth")
             assert checkpoints(work_dir) == checkpoints(straight)
             finished += 1
 
 
-@pytest.fixture
-def iterations_config(tmp_path, monkeypatch):
-    """Return a function that writes the toy's config for an iteration-based loop, which notes its samples."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "noting.py").write_text(
-        "import json, pathlib\n"
-        "from mmengine.hooks import Hook\n"
-        "from mmengine.registry import HOOKS\n"
-        "@HOOKS.register_module()\n"
-        "class Noting(Hook):\n"
-        "    def before_train_iter(self, runner, batch_idx, data_batch=None):\n"
-        "        samples = [sample.sample_idx for sample in data_batch['data_samples']]\n"
-        "        with pathlib.Path(runner.work_dir, 'samples.json').open('a') as file:\n"
-        "            print(json.dumps([runner.iter, samples]), file=file)\n"
-    )
-
-    def write(sampler):
-        path = tmp_path / "iterations.py"
-        path.write_text(
-            f"_base_ = {str(CONFIG)!r}\n"
-            "custom_imports = dict(imports=['toy_classification', 'toy_faults', 'noting'])\n"
-            "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=8, val_interval=8)\n"
-            "param_scheduler = dict(_delete_=True, type='ConstantLR', factor=1.0, by_epoch=False)\n"
-            "default_hooks = dict(checkpoint=dict(by_epoch=False, interval=2))\n"
-            f"train_dataloader = dict(sampler=dict(_delete_=True, type={sampler!r}, shuffle=True))\n"
-            "custom_hooks = [dict(type='Noting'), dict(type='Doom')]\n"
-        )
-        return path
-
-    return write
+ITERATIONS = f"""
+_base_ = {str(CONFIG)!r}
+train_cfg = dict(_delete_=True, by_epoch=False, max_iters=8, val_interval=8)
+param_scheduler = dict(_delete_=True, type="ConstantLR", factor=1.0, by_epoch=False)
+default_hooks = dict(checkpoint=dict(by_epoch=False, interval=2))
+train_dataloader = dict(sampler=dict(_delete_=True, type="SAMPLER", shuffle=True))
+custom_hooks = [dict(type="NoteSamples"), dict(type="Doom")]
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
 @pytest.mark.fault
-def test_a_killed_iteration_based_run_repeats_no_data(train, iterations_config, tmp_path, sampler):
+def test_a_killed_iteration_based_run_repeats_no_data(train, tmp_path, sampler):
     """Two passes over 16 samples; killed in the sixth iteration, after the checkpoint of the fourth."""
-    config = iterations_config(sampler)
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    config, straight, resumed = (tmp_path / name for name in ("iterations.py", "straight", "resumed"))
+    config.write_text(ITERATIONS.replace("SAMPLER", sampler))
     assert train(straight, config=config)[0] == 0
-    status, log = train(resumed, config=config, death=("step", 6))
-    assert status == -9, log
+    assert train(resumed, config=config, death=("step", 6))[0] == -9
     status, log = train(resumed, "--resume", config=config)
     assert status == 0, log
-
     seen, again = (
         [json.loads(line) for line in (folder / "samples.json").read_text().splitlines()]
         for folder in (straight, resumed)
@@ -201,7 +179,7 @@ def test_a_killed_iteration_based_run_repeats_no_data(train, iterations_config, 
         ),
     ],
 )
-def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_run, tmp_path, base, hooks):
+def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(toys, train, tmp_path, base, hooks):
     """Killed in the first save, in the first validation, and in the last of three epochs."""
     config, straight, resumed = (tmp_path / name for name in ("killed.py", "straight", "resumed"))
     config.write_text(
@@ -223,7 +201,32 @@ def test_a_killed_and_resumed_detector_equals_an_uninterrupted_one(train, same_r
     assert status == 0, log
     weights = torch.load(straight / "epoch_3.pth", weights_only=False)["state_dict"]
     assert all(counter == 4 for name, counter in weights.items() if name.endswith("kernel.redraws"))
-    same_run(straight, resumed, "epoch_3.pth")
+    toys.same_run(straight, resumed, "epoch_3.pth")
+
+
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - as transforms do
+
+
+def test_workers_draw_what_the_main_process_decides():
+    """Other numbers in each epoch, and in each worker, and the same ones again from the same seed."""
+    stock = functools.partial(worker_init_fn, num_workers=2, rank=0, seed=0)
+
+    def epochs(init_fn):
+        torch.manual_seed(5)
+        loader = DataLoader(Draws(), batch_size=None, num_workers=2, worker_init_fn=init_fn)
+        return [json.dumps(list(loader)) for _ in range(2)]
+
+    ours = functools.partial(seed_worker, first=stock)
+    first, second = epochs(ours)
+    assert first != second and epochs(ours) == [first, second]
+    assert len({number for sample in json.loads(first) for number in sample}) == 12
+    first, second = epochs(stock)
+    assert first == second, "mmengine's repeats its numbers in each epoch"
 
 
 def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images, safe_loading):
@@ -265,13 +268,16 @@ def test_a_checkpoint_needs_no_code_and_resumes(classifier, make_runner, images,
 def stop_early(count, tmp_path):
     """Return a function that trains one iteration per epoch and returns the number of epochs."""
 
-    def run(scores, resume_from=None, hook="mmspectral.EarlyStoppingHook", **settings):
+    def run(scores, resume_from=None, **settings):
         return int(
             count(
                 tmp_path / uuid.uuid4().hex if resume_from else tmp_path,
                 scores,
                 dict(type="mmspectral.CheckpointHook", interval=1, save_best="acc", rule="greater"),
-                [dict(type=hook, monitor="acc", **settings), dict(type="mmspectral.DueValidationHook")],
+                [
+                    dict(type="mmspectral.EarlyStoppingHook", monitor="acc", **settings),
+                    dict(type="mmspectral.DueValidationHook"),
+                ],
                 load_from=resume_from and str(tmp_path / f"epoch_{resume_from}.pth"),
                 resume=resume_from is not None,
             ).model.updates
@@ -289,17 +295,28 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(stop_early, scores
     assert stop_early(scores, **settings) == end
     for epoch in range(1, end + 1):
         assert stop_early(scores, resume_from=epoch, **settings) == end, epoch
+    if "stopping_threshold" not in settings:
+        assert stop_early(scores, resume_from=end, patience=3) == 6, "other settings decide again"
 
 
-def test_other_settings_decide_again(stop_early):
-    scores = [1, 2, 2, 2, 2, 2]
-    assert stop_early(scores, patience=2) == 4
-    assert stop_early(scores, resume_from=4, patience=3) == 5
+@pytest.mark.parametrize("host", ["mmdet", "mmpretrain"])
+def test_two_lines_turn_it_on_for_a_config_of_a_host(tmp_path, host):
+    path = tmp_path / "child.py"
+    bases = [f"{host}::_base_/default_runtime.py", "mmspectral::_base_/runtime.py"]
+    path.write_text(f"_base_ = {bases}\ndefault_hooks = _base_.exact_resume\n")
+    cfg = Config.fromfile(path)
+    assert runtime_notes(cfg) == []
+    checkpoint = cfg.default_hooks.checkpoint
+    assert (checkpoint.type, checkpoint.interval) == ("mmspectral.CheckpointHook", 1)
+    assert cfg.default_hooks.logger.type == "LoggerHook"
 
 
-def test_mmengines_starts_to_count_again(stop_early):
-    """The reason for ours."""
-    scores = [1, 2, 2, 2, 2, 2]
-    stock = dict(hook="mmengine.EarlyStoppingHook", patience=2)
-    assert stop_early(scores, **stock) == 4
-    assert stop_early(scores, resume_from=3, **stock) == 5
+def test_a_config_without_it_is_told_in_one_line():
+    stock = Config(dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook"))))
+    (note,) = runtime_notes(stock)
+    for part in ("exact resume, atomic checkpoints", "_base_/runtime.py", "EarlyStoppingHook", "persistent_workers"):
+        assert part in note and "\n" not in note
+    assert runtime_notes(Config()) == [note]
+    assert runtime_notes(Config(dict(runner_type="FlexibleRunner"))) == []
+    with pytest.raises(UsageError, match="fault_tolerance"):
+        runtime_notes(Config(dict(fault_tolerance=False)))

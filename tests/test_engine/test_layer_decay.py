@@ -8,8 +8,6 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
-from mmspectral.engine.optimizers import LayerDecayOptimWrapperConstructor
-from mmspectral.models import SpectralXCiT
 from tests.helpers import QUICKSTART
 
 CONDITIONING = dict(type="IdentityCorrection", scale=0.5)
@@ -40,12 +38,13 @@ def mask_rcnn(backbone):
         return MODELS.build(cfg.model)
 
 
-def wrapper(model, **paramwise_cfg):
+def wrapper(model, weight_decay=WEIGHT_DECAY, lr=LR, **paramwise_cfg):
+    settings = {key: value for key, value in dict(lr=lr, weight_decay=weight_decay).items() if value is not None}
     cfg = dict(
         type="OptimWrapper",
-        optimizer=dict(type="AdamW", lr=LR, weight_decay=WEIGHT_DECAY),
+        optimizer=dict(type="SGD" if None in (lr, weight_decay) else "AdamW", **settings),
         constructor="mmspectral.LayerDecayOptimWrapperConstructor",
-        paramwise_cfg=dict(dict(layer_decay_rate=RATE), **paramwise_cfg),
+        paramwise_cfg={"layer_decay_rate": RATE, **paramwise_cfg},
     )
     return build_optim_wrapper(model, cfg)
 
@@ -59,22 +58,6 @@ def settings_by_name(model, **paramwise_cfg):
     return {names[p]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
 
 
-def check_rates(rates, prefix, backbone):
-    """Check the rates of stem, blocks and the rest against their definition."""
-    blocks = f"{prefix}{'xca_layers' if isinstance(backbone, SpectralXCiT) else 'layers'}."
-    depths = len(getattr(backbone, "ca_layers", ())) + 3 + 2
-    for name, lr in rates.items():
-        if name.startswith(blocks):
-            expected = LR * RATE ** (depths - 2 - int(name[len(blocks) :].split(".")[0]))
-        elif name.startswith((f"{prefix}patch_embed", f"{prefix}pos_embed", f"{prefix}dist_token")):
-            expected = LR * RATE ** (depths - 1)
-        elif name.startswith((f"{prefix}cls_token", f"{prefix}ca_layers")):
-            continue  # their place differs between the families: see their own tests
-        else:
-            expected = LR
-        assert lr == pytest.approx(expected, rel=1e-12), name
-
-
 def classifier(backbone):
     head = dict(type="LinearClsHead", num_classes=3, in_channels=32)
     with DefaultScope.overwrite_default_scope("mmpretrain"):
@@ -83,31 +66,15 @@ def classifier(backbone):
 
 @pytest.mark.parametrize("build", [MODELS.build, mask_rcnn, classifier], ids=["bare", "detector", "classifier"])
 @pytest.mark.parametrize("name", BACKBONES)
-def test_rates(name, build):
+def test_rates_fall_with_the_depth_that_the_backbone_says(name, build):
     model = build(BACKBONES[name])
     rates = {n: lr for n, (lr, _) in settings_by_name(model, norm_decay_mult=0.0).items()}
     prefix = "backbone." if hasattr(model, "backbone") else ""
-    check_rates(rates, prefix, getattr(model, "backbone", model))
-    assert {lr for n, lr in rates.items() if not n.startswith(prefix)} <= {LR}
-    assert len({lr for n, lr in rates.items() if n.startswith(prefix)}) >= 4
-
-
-@pytest.mark.parametrize("kind", ["Swin", "DaViT"])
-def test_mask_rcnn_on_a_backbone_of_stages(kind):
-    """The rate grows by 1 / RATE from block to block across the stages."""
-    cfg = Config.fromfile(QUICKSTART)
-    arch = dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2])
-    cfg.model.backbone = dict(type=f"mmspectral.Spectral{kind}", arch=arch, out_indices=(0, 1))
-    cfg.model.neck = dict(type="FPN", in_channels=[16, 32], out_channels=256, num_outs=5)
-    with DefaultScope.overwrite_default_scope("mmdet"):
-        model = MODELS.build(cfg.model)
-    rates = {name: lr for name, (lr, _) in settings_by_name(model).items()}
-    places = ["backbone.patch_embed", *(f"backbone.stages.{i}.blocks.{j}." for i, j in ((0, 0), (0, 1), (1, 0)))]
-    for depth, place in enumerate([*places, "backbone.norm"]):
-        found = [lr for name, lr in rates.items() if name.startswith(place)]
-        assert found == pytest.approx([LR * RATE ** (4 - depth)] * len(found), rel=1e-12) and found, place
-    assert rates["backbone.stages.0.downsample.norm.weight"] == pytest.approx(LR * RATE**2, rel=1e-12)
-    assert {lr for name, lr in rates.items() if not name.startswith("backbone.")} == {LR}
+    for parameter, lr in rates.items():
+        depth, depths = getattr(model, "backbone", model).get_layer_depth(parameter, prefix)
+        falls = depths - 1 - depth if parameter.startswith(prefix) else 0
+        assert lr == pytest.approx(LR * RATE**falls, rel=1e-12), parameter
+    assert len({lr for parameter, lr in rates.items() if parameter.startswith(prefix)}) >= 4
 
 
 class Wrapper(nn.Module):
@@ -177,9 +144,7 @@ def test_groups_are_few_and_logged_once(capsys):
 
 
 def test_without_weight_decay():
-    optimizer = dict(optimizer=dict(type="SGD", lr=LR))
-    constructor = LayerDecayOptimWrapperConstructor(optimizer, dict(layer_decay_rate=RATE))
-    groups = constructor(bare("vit")).optimizer.param_groups
+    groups = wrapper(bare("vit"), weight_decay=None).optimizer.param_groups
     assert len(groups) == 5 and {group["weight_decay"] for group in groups} == {0}
 
 
@@ -194,19 +159,17 @@ def test_a_backbone_without_layer_depth_is_a_clear_error():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "paramwise_cfg", "match"),
+    ("settings", "match"),
     [
-        (dict(), None, "needs layer_decay_rate"),
-        (dict(), dict(layer_decay_rate=1.5), r"layer_decay_rate in \(0, 1\].* got 1.5"),
-        (dict(), dict(layer_decay_rate=0.7, num_layers=12), "no option num_layers"),
-        (dict(), dict(layer_decay_rate=0.7, custom_keys=dict(norm=dict(lr=1))), "'norm' has no option lr"),
-        (dict(lr=None), dict(layer_decay_rate=0.7), "needs an lr"),
-        (dict(weight_decay=None), dict(layer_decay_rate=0.7, flat_decay_mult=0.0), "flat_decay_mult needs a weight"),
-        (dict(weight_decay=None), dict(layer_decay_rate=0.7, norm_decay_mult=0.0), "base_wd"),
+        (dict(layer_decay_rate=None), "needs layer_decay_rate"),
+        (dict(layer_decay_rate=1.5), r"layer_decay_rate in \(0, 1\].* got 1.5"),
+        (dict(num_layers=12), "no option num_layers"),
+        (dict(custom_keys=dict(norm=dict(lr=1))), "'norm' has no option lr"),
+        (dict(lr=None), "needs an lr"),
+        (dict(weight_decay=None, flat_decay_mult=0.0), "flat_decay_mult needs a weight"),
+        (dict(weight_decay=None, norm_decay_mult=0.0), "base_wd"),
     ],
 )
-def test_errors(optimizer, paramwise_cfg, match):
-    settings = {"type": "AdamW", "lr": LR, "weight_decay": WEIGHT_DECAY, **optimizer}
-    settings = {key: value for key, value in settings.items() if value is not None}
+def test_errors(settings, match):
     with pytest.raises(ValueError, match=match):
-        LayerDecayOptimWrapperConstructor(dict(optimizer=settings), paramwise_cfg)
+        wrapper(bare("vit"), **settings)

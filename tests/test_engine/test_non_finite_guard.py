@@ -7,7 +7,6 @@ import torch
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 
 from mmspectral.engine.hooks import NonFiniteGuardHook
-from mmspectral.registry import HOOKS
 
 IDENTITY = dict(type="IdentityCorrection", scale=10.0)
 STEM = "backbone.patch_embed.proj.0.conv"
@@ -192,7 +191,7 @@ def test_the_diagnosis_never_hides_the_stop(classifier, make_runner, images):
     assert "Repeating the batch raised RuntimeError: out of memory." in message
 
 
-def test_settings():
-    assert HOOKS.build(dict(type="mmspectral.NonFiniteGuardHook")).max_skipped == 10
+@pytest.mark.parametrize("max_skipped", [0, 1.5])
+def test_settings(max_skipped):
     with pytest.raises(ValueError, match="max_skipped must be a positive integer"):
-        NonFiniteGuardHook(max_skipped=0)
+        NonFiniteGuardHook(max_skipped)

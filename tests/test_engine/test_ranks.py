@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 from importlib import import_module
 
 import pytest
@@ -15,20 +14,29 @@ from mmengine.runner import Runner
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from mmspectral.engine.runner.cpu_ddp import init_cpu_process_group
-from mmspectral.engine.runner.launch import enable_lr_scaling, launch_run, set_resume
+from mmspectral.engine import launch_run
+from mmspectral.engine.launch import init_cpu_process_group
 from mmspectral.errors import UsageError
 from mmspectral.models.backbones.xcit import ARCHITECTURES
-from tests.helpers import CONFIGS, DATA, ROOT, TOOLS, TOY, check_ranks, output_of, run
+from tests.helpers import CONFIGS, DATA, ROOT, TOOLS, TOY, fork, output_of, printed, run
 
 RANKS = DATA / "ranks"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 UPDATES = 4
 
 
-def torchrun(ranks, *command):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    return (sys.executable, *launcher, "--nproc-per-node", ranks, *command)
+@pytest.fixture(scope="module", autouse=True)
+def ranks():
+    """The module that configs name and that has the programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(RANKS)
+        yield import_module("ranks")
+
+
+def run_program(ranks, name, folder):
+    """Run a program on two ranks; return what each of them wrote."""
+    printed(fork(ranks.run_program, name, folder, ranks=2, path=(ROOT, RANKS)))
+    return [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
 
 
 def dist_train(folder, config, *arguments):
@@ -37,24 +45,9 @@ def dist_train(folder, config, *arguments):
     return "bash", TOOLS / "dist_train.sh", folder / "toy.py", 2, "--work-dir", folder, *arguments
 
 
-def test_two_ranks_end_with_equal_parameters(tmp_path):
-    options = ("--work-dir", tmp_path, "--auto-scale-lr", "--cfg-options", "auto_scale_lr.base_batch_size=4")
-    command = torchrun(2, TOOLS / "train.py", TOY / "config.py", "--launcher", "pytorch", *options)
-    output = output_of(*command, cwd=tmp_path, path=(ROOT, TOY))
-    rank = check_ranks(tmp_path)
-    # 0.01 in the config, doubled for two ranks of 4 images; two of ten warm-up steps from a tenth are done.
-    assert rank["learning_rates"] == pytest.approx([0.02 * 0.3])
-    assert output.count("accuracy/top1") == 1
-    assert "destroy_process_group" not in output
-    checkpoint = torch.load(tmp_path / "iter_2.pth", weights_only=False)["state_dict"]
-    for name, value in rank["parameters"].items():
-        assert torch.equal(value, checkpoint[name.removeprefix("module.")])
-
-
-def test_recomputed_blocks_on_two_ranks(tmp_path):
+def test_recomputed_blocks_on_two_ranks(ranks, tmp_path):
     """Each gradient is ready once, averaged over the ranks, and the one of stored activations."""
-    output_of(*torchrun(2, RANKS / "ranks.py", "recomputed", tmp_path), cwd=tmp_path)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pth", weights_only=True) for rank in (0, 1))
+    first, second = run_program(ranks, "recomputed", tmp_path)
     families = {family for family, _, _ in first}
     assert len(families) == 7
     for family in families:
@@ -64,13 +57,6 @@ def test_recomputed_blocks_on_two_ranks(tmp_path):
             for ours, stored in zip(rank[(family, *switches)], expected, strict=True):
                 assert ours.keys() == stored.keys()
                 assert all(torch.equal(ours[name], stored[name]) for name in stored), (family, switches)
-
-
-def test_a_rank_that_fails_names_the_mistake(tmp_path):
-    arguments = (TOY / "config.py", "--launcher", "pytorch", "--work-dir", tmp_path, "--resume", "nowhere.pth")
-    done = run(*torchrun(1, TOOLS / "train.py", *arguments), cwd=tmp_path, path=(ROOT, TOY))
-    assert done.returncode != 0
-    assert "train.py: error: There is no checkpoint nowhere.pth" in done.stderr
 
 
 @pytest.mark.fault
@@ -117,26 +103,20 @@ def joined(monkeypatch):
         ("mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")),
     ],
 )
-def test_other_launchers_are_translated_for_torch(joined, monkeypatch, launcher, variables):
-    for name, value in zip(variables, ("3", "4", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "node-a")
-    init_cpu_process_group(launcher, dict(backend="nccl", timeout=60))
-    (arguments, settings) = joined.pop()
-    assert arguments == ("gloo",)
-    assert settings["timeout"].total_seconds() == 60
-    assert [os.environ[name] for name in LAUNCHER_VARIABLES] == ["3", "4", "1", "node-a", "29500"]
-
-
-def test_first_slurm_machine_is_the_master(joined, monkeypatch, tmp_path):
+def test_other_launchers_are_translated_for_torch(joined, monkeypatch, tmp_path, launcher, variables):
+    """The first of slurm's machines is the master; Open MPI has to be told."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node-[7-8]" ] && printf "node-7\\nnode-8\\n"\n')
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for name, value in dict(PROCID="0", NTASKS="1", LOCALID="0", NODELIST="node-[7-8]").items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    init_cpu_process_group("slurm")
-    assert os.environ["MASTER_ADDR"] == "node-7"
-    assert joined == [(("gloo",), dict(timeout=None))]
+    monkeypatch.setenv("SLURM_NODELIST", "node-[7-8]")
+    if launcher == "mpi":
+        monkeypatch.setenv("MASTER_ADDR", "node-7")
+    for name, value in zip(variables, ("3", "4", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    init_cpu_process_group(launcher, dict(backend="nccl", timeout=60))
+    (arguments, settings) = joined.pop()
+    assert arguments == ("gloo",) and settings["timeout"].total_seconds() == 60
+    assert [os.environ[name] for name in LAUNCHER_VARIABLES] == ["3", "4", "1", "node-7", "29500"]
 
 
 def test_what_a_launcher_did_not_set_is_named(joined, monkeypatch):
@@ -147,15 +127,6 @@ def test_what_a_launcher_did_not_set_is_named(joined, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "1")
         monkeypatch.setenv("LOCAL_RANK", "0")
     assert joined == []
-
-
-@pytest.fixture(scope="module")
-def many_backbones():
-    """Make known what the config names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(RANKS)
-        import_module("ranks")
-        yield
 
 
 def config(images_per_rank, accumulated):
@@ -189,13 +160,10 @@ def config(images_per_rank, accumulated):
     )
 
 
-def train_here(cfg, work_dir, resume=None, scale_lr=True):
+def train_here(cfg, work_dir, load_from=None, scale_lr=True):
     """Train in this process; return what its only rank ends with."""
-    cfg.update(launcher="none", work_dir=str(work_dir))
-    if scale_lr:
-        enable_lr_scaling(cfg)
-    if resume is not None:
-        set_resume(cfg, str(resume))
+    cfg.update(launcher="none", work_dir=str(work_dir), load_from=load_from, resume=load_from is not None)
+    cfg.auto_scale_lr.enable = scale_lr
     launch_run(cfg, Runner.train)
     return torch.load(work_dir / "rank0.pth", weights_only=True)
 
@@ -207,7 +175,7 @@ def assert_close(ours, others, where=""):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(many_backbones, tmp_path_factory):
+def two_ranks(tmp_path_factory):
     """Work folder of two ranks that took one image each and accumulated the gradients of two iterations."""
     folder = tmp_path_factory.mktemp("two_ranks")
     command = dist_train(folder, config(images_per_rank=1, accumulated=2).pretty_text, "--auto-scale-lr")
@@ -247,21 +215,20 @@ def test_resumed_by_another_number_of_ranks(two_ranks, tmp_path, images, scale_l
     assert whole["learning_rates"] == pytest.approx([0.2] * 6 + [0.02] * 2)
     shutil.copy(two_ranks / "iter_4.pth", tmp_path)
     cfg = config(images_per_rank=images, accumulated=2)
-    resumed = train_here(cfg, tmp_path, resume=tmp_path / "iter_4.pth", scale_lr=scale_lr)
+    resumed = train_here(cfg, tmp_path, load_from=str(tmp_path / "iter_4.pth"), scale_lr=scale_lr)
     assert resumed["learning_rates"] == whole["learning_rates"][4:]
     if images == 2:
         assert_close(resumed["end"], whole["end"])
 
 
 @pytest.mark.slow
-def test_training_in_shards_is_that_of_the_whole_model(tmp_path):
+def test_training_in_shards_is_that_of_the_whole_model(ranks, tmp_path):
     """The gathered state dict, which a plain model took strictly, has its parameters and buffers after two steps.
 
     Stored corrections were recomputed and random features redrawn; fold refuses shards and says what to do. torch's
     older wrapper writes parts into ``weight`` at moments that no interval is about: it refuses stored corrections.
     """
-    output_of(*torchrun(2, RANKS / "ranks.py", "sharded", tmp_path), cwd=tmp_path)
-    cases = torch.load(tmp_path / "rank0.pth", weights_only=True)
+    cases, _ = run_program(ranks, "sharded", tmp_path)
     refused = {case: found.pop("error") for case, found in cases.items() if "error" in found}
     older = "FullyShardedDataParallel"
     assert refused.keys() == {("SpectralViT", f"stored {name}", older) for name in ("svd", "polar")}

@@ -11,6 +11,7 @@ from mmspectral.apis import export, exporter
 from mmspectral.arguments import read_config
 from mmspectral.errors import UsageError
 from mmspectral.layers import ConditionedLinear
+from tests.helpers import QUICKSTART
 
 IDENTITY = dict(type="IdentityCorrection", scale=0.5)
 VIT = dict(
@@ -199,10 +200,10 @@ def test_what_cannot_be_done_is_said_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_exports_the_backbone_of_a_detector(run_tool, quickstart_config, trained_quickstart, tmp_path):
+def test_the_command_exports_the_backbone_of_a_detector(run_tool, trained_quickstart, tmp_path):
     target = tmp_path / "backbone.pt2"
     checkpoint = trained_quickstart / "epoch_1.pth"
-    command = ("export.py", quickstart_config, checkpoint, "--format", "exported-program", "--out", target)
+    command = ("export.py", QUICKSTART, checkpoint, "--format", "exported-program", "--out", target)
     whole = run_tool(*command)
     assert whole.returncode == 2
     assert whole.stderr.splitlines()[-1].startswith("export.py: error: A whole detector cannot be exported")

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from mmspectral.apis import predict
 from mmspectral.compat.__main__ import FILE_NAME, LINE
-from tests.helpers import CONFIGS, class_folders
+from tests.helpers import CONFIGS, QUICKSTART, TINY, class_folders, output_of
 
 MMDET_TOOLS = Path(find_spec("mmdet").origin).parent / ".mim" / "tools"
 MMPRETRAIN_TOOLS = Path(find_spec("mmpretrain").origin).parent / ".mim" / "tools"
@@ -120,22 +120,26 @@ with open(out, "wb") as file:
 
 
 @pytest.fixture(scope="module")
-def run_host(run_command, tmp_path_factory):
+def run_host(tmp_path_factory):
     """Return a function that runs code with the line that ``compat install`` puts into site-packages."""
     folder = tmp_path_factory.mktemp("site")
     (folder / FILE_NAME).write_text(LINE)
 
     def run(code, *arguments):
         code = f"import site; site.addsitedir({str(folder)!r})\n{code}"
-        return run_command(sys.executable, "-W", "ignore", "-c", code, *arguments)
+        return output_of(sys.executable, "-W", "ignore", "-c", code, *arguments)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def run_script(run_host):
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    return lambda *arguments: run_host(code, *arguments)
+def run_scripts(run_host):
+    """Return a function that runs command lines one after the other in one process without mmspectral."""
+    code = (
+        "import json, runpy, sys\n"
+        "for sys.argv in json.loads(sys.argv[1]): runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return lambda *commands: run_host(code, json.dumps([list(map(str, command)) for command in commands]))
 
 
 @pytest.fixture(scope="module")
@@ -146,21 +150,25 @@ def image(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def detector(quickstart_config, tmp_path_factory):
+def detector(tmp_path_factory):
     """The quick start's config with detections of a model that was hardly trained."""
     file = tmp_path_factory.mktemp("detector") / "config.py"
     test_cfg = "dict(rcnn=dict(score_thr=0.0, max_per_img=5))"
-    file.write_text(f"_base_ = {str(quickstart_config)!r}\nmodel = dict(test_cfg={test_cfg})\n")
+    file.write_text(f"_base_ = {str(QUICKSTART)!r}\nmodel = dict(test_cfg={test_cfg})\n")
     return file
 
 
 @pytest.fixture(scope="module")
-def classifier(run_script, tmp_path_factory):
-    """Folder of a config, its images, and a run of two iterations by mmpretrain's own script."""
+def classifier(run_scripts, tmp_path_factory):
+    """Folder of a config, its images, and a training of two iterations and a test by mmpretrain's own scripts."""
     folder = tmp_path_factory.mktemp("classifier")
     class_folders(folder / "data", CLASSES, size=(40, 50))
     (folder / "config.py").write_text(CLASSIFIER.replace("DATA", str(folder / "data")))
-    run_script(MMPRETRAIN_TOOLS / "train.py", folder / "config.py", "--work-dir", folder)
+    config = (folder / "config.py", "--work-dir", folder)
+    run_scripts(
+        (MMPRETRAIN_TOOLS / "train.py", *config),
+        (MMPRETRAIN_TOOLS / "test.py", config[0], folder / "epoch_1.pth", *config[1:], "--out", folder / "found.pkl"),
+    )
     return folder
 
 
@@ -229,29 +237,32 @@ def test_predict_needs_and_changes_no_scope(
         assert DefaultScope.get_current_instance().scope_name == scope
 
 
-def test_mmpretrains_own_test_script(run_script, classifier, direct_classifier, tmp_path):
-    run_script(
-        *(MMPRETRAIN_TOOLS / "test.py", classifier / "config.py", classifier / "epoch_1.pth"),
-        *("--work-dir", tmp_path, "--out", tmp_path / "found.pkl"),
-    )
-    found = pickle.loads((tmp_path / "found.pkl").read_bytes())
+def test_mmpretrains_own_scripts(classifier, direct_classifier):
+    found = pickle.loads((classifier / "found.pkl").read_bytes())
     assert len(found) == 4
     for sample in found:
         assert_close(sample["pred_score"], direct_classifier(sample["img_path"])[0])
 
 
-def test_mmdets_own_train_script_resumes_exactly(
-    run_script, quickstart_config, tiny_options, trained_quickstart, tmp_path
-):
+def test_mmdets_own_scripts_resume_exactly_and_test(run_scripts, trained_quickstart, tmp_path):
     """From a checkpoint of tools/train.py, by a child of the config that has custom hooks of its own."""
     config = tmp_path / "child.py"
-    config.write_text(f"_base_ = {str(quickstart_config)!r}\ncustom_hooks = [dict(type='EmptyCacheHook')]\n")
-    options = ["--cfg-options", *tiny_options, "train_cfg.max_epochs=2"]
-    for folder, flags in dict(straight=[], resumed=["--resume", trained_quickstart / "epoch_1.pth"]).items():
-        run_script(MMDET_TOOLS / "train.py", config, "--work-dir", tmp_path / folder, *flags, *options)
+    config.write_text(f"_base_ = {str(QUICKSTART)!r}\ncustom_hooks = [dict(type='EmptyCacheHook')]\n")
+    options = ["--cfg-options", *TINY, "train_cfg.max_epochs=2"]
+    train = (MMDET_TOOLS / "train.py", config, "--work-dir")
+    run_scripts(
+        (*train, tmp_path / "straight", *options),
+        (*train, tmp_path / "resumed", "--resume", trained_quickstart / "epoch_1.pth", *options),
+        (MMDET_TOOLS / "test.py", config, tmp_path / "straight/epoch_2.pth", "--work-dir", tmp_path / "test", *options),
+    )
     straight, resumed = (
         torch.load(tmp_path / folder / "epoch_2.pth", weights_only=False) for folder in ("straight", "resumed")
     )
     for name, value in straight["state_dict"].items():
         assert torch.equal(value, resumed["state_dict"][name]), name
     assert not (tmp_path / "resumed" / "epoch_1.pth").exists()
+    log = next(tmp_path.glob("straight/*/vis_data/scalars.json")).read_text().splitlines()
+    tested = json.loads(next(tmp_path.glob("test/*/*.json")).read_text())
+    trained = json.loads(log[-1])
+    for name in ("coco/bbox_mAP", "coco/segm_mAP", "coco/bbox_AR@100"):
+        assert tested[name] == trained[name]

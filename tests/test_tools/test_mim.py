@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from mmspectral.compat.environment import family_in_use
-from tests.helpers import ROOT, TOY, output_of
+from tests.helpers import QUICKSTART, ROOT, TINY, TOY, output_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,9 +35,9 @@ def mim(*arguments, path=()):
 
 
 @pytest.mark.parametrize("command", [("run", MMDET, "train"), ("train", MMDET)], ids=" ".join)
-def test_mmdet_trains(command, quickstart_config, tiny_options, tmp_path):
-    options = ("--work-dir", tmp_path, "--cfg-options", *tiny_options)
-    assert "coco/segm_mAP:" in mim(*command, quickstart_config, *options, path=[ROOT])
+def test_mmdet_trains(command, tmp_path):
+    options = ("--work-dir", tmp_path, "--cfg-options", *TINY)
+    assert "coco/segm_mAP:" in mim(*command, QUICKSTART, *options, path=[ROOT])
     assert (tmp_path / "epoch_1.pth").is_file()
 
 
@@ -60,7 +60,7 @@ def installed_editable():
     reason="onedl-mim finds mmspectral where it is installed by `pip install -e`, openmim by `pip install` alone",
 )
 @pytest.mark.parametrize("command", [("run", "mmspectral", "train"), ("train", "mmspectral")], ids=" ".join)
-def test_our_tools(command, quickstart_config, tiny_options, tmp_path):
-    output = mim(*command, quickstart_config, "--work-dir", tmp_path, "--cfg-options", *tiny_options)
+def test_our_tools(command, tmp_path):
+    output = mim(*command, QUICKSTART, "--work-dir", tmp_path, "--cfg-options", *TINY)
     assert "coco/segm_mAP:" in output and "validation_started_at:" in output  # a key of our own hook
     assert (tmp_path / "epoch_1.pth").is_file()

@@ -12,10 +12,7 @@ from mmspectral.registry import HOOKS
 class CheckpointFittingHook(Hook):
     """Bring a file that mmengine's Runner read under the names of its model, or stop.
 
-    See :func:`mmspectral.checkpoints.load.fit_to_model`: names of timm and the
-    official codes are understood, heads of another size left out and listed, and
-    a file that was trained under another correction is refused. A run that is
-    resumed takes its own file as it is.
+    See :func:`mmspectral.checkpoints.load.fit_to_model`. A run that is resumed takes its own file as it is.
 
     Args:
         min_matched: Share of the backbone's parameters that must be matched.

@@ -1,16 +1,43 @@
 """mmengine's checkpoint hook, under which there is a loadable checkpoint at every moment."""
 
 from collections import deque
+from pathlib import Path
 
 import mmengine.hooks
 from mmengine.dist import is_main_process
+from mmengine.fileio import LocalBackend, register_backend
 from mmengine.logging import print_log
 from mmengine.runner import Runner
 
-from mmspectral.engine.checkpoint_backend import BACKEND
+from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.registry import HOOKS
 
 _OUTDATED = "outdated_ckpt_id"
+
+
+@register_backend("atomic")
+class AtomicBackend(LocalBackend):
+    """mmengine's local backend, with writes that a kill, a crash or a full disk cannot tear.
+
+    ``backend_args=dict(backend='atomic')``; see
+    :func:`mmspectral.compat.atomic_write.write_atomically`.
+    """
+
+    def put(self, obj: bytes, filepath: str | Path) -> None:
+        """Write bytes.
+
+        Args:
+            obj: Content of the file.
+            filepath: Its path; its folder is made.
+
+        Raises:
+            FileWriteError: The disk is full, or the folder cannot be written.
+        """
+        write_atomically(obj, Path(filepath))
+
+    def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
+        """Write text; as :meth:`put`."""
+        write_atomically(obj.encode(encoding), Path(filepath))
 
 
 @HOOKS.register_module()
@@ -20,7 +47,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
     It differs from mmengine's hook, whose arguments it takes, in three things:
 
     - files are written completely or not at all
-      (:class:`mmspectral.engine.checkpoint_backend.AtomicBackend`);
+      (:class:`AtomicBackend`);
     - what ``max_keep_ckpts`` or a better score makes superfluous is deleted after
       its successor was written, not before. At least two checkpoints are kept, in
       case the newest one is damaged later; the disk must hold one more;
@@ -50,7 +77,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
             print_log("max_keep_ckpts=1 leaves nothing if that checkpoint is damaged; two are kept.", "current")
             max_keep_ckpts = 2
         if backend_args is None and "file_client_args" not in kwargs and "://" not in str(kwargs.get("out_dir")):
-            backend_args = dict(backend=BACKEND)
+            backend_args = dict(backend="atomic")
         super().__init__(interval, max_keep_ckpts=max_keep_ckpts, backend_args=backend_args, **kwargs)
         self.tolerated_failures = tolerated_failures
         self.failures = 0

@@ -39,24 +39,17 @@ STATISTICS = ("spectrum", "attention", "gradient")
 class ConditioningHook(Hook):
     """Log spectra, attention entropy and gradient norms of attention layers, on rank 0.
 
-    Works on models with and without conditioning (see
-    :func:`mmspectral.analysis.projections.attention_projections`), so a stock
-    twin logs the same names. The module docstring lists the scalars; the
-    console log gets only ``kappa_max``, ``rank_deficient`` (a count),
+    A stock twin logs the same names (:func:`mmspectral.analysis.projections.attention_projections`). The module
+    docstring lists the scalars; the console log gets only ``kappa_max``, ``rank_deficient`` (a count),
     ``entropy_min`` (relative) and ``logit_max``, through the message hub.
 
-    Spectra are those of the weights before training and after every n-th
-    iteration. Attention is measured on what its layer gets in that iteration's
-    forward pass, in the precision of that pass, without the mask of shifted
-    windows; hooks do not reach a model that was compiled before. Gradients are
-    those that the optimizer gets (clipped, unscaled) in the first update from
-    then on, which under gradient accumulation may be a later iteration.
+    Spectra are those of the weights before training and after every n-th iteration. Attention is measured on what its
+    layer gets in that iteration's forward pass, in the precision of that pass, without the mask of shifted windows;
+    hooks do not reach a model that was compiled before. Gradients are those that the optimizer gets (clipped,
+    unscaled) in the first update from then on, which under gradient accumulation may be a later iteration.
 
-    Cost: none in other iterations. In a measured one, per layer and role two
-    singular value decompositions (without vectors) on the CPU, one more
-    projection and softmax of ``max_samples`` samples per attention layer, and
-    one norm per gradient. ``conditioning/seconds`` says what that was;
-    ``interval``, ``max_layers``, ``max_samples`` and ``statistics`` bound it.
+    Cost of a measured iteration: per layer and role two singular value decompositions (without vectors) on the CPU,
+    one more projection and softmax of ``max_samples`` samples per attention layer, and one norm per gradient.
     Other ranks wait for rank 0.
 
     Args:
@@ -67,11 +60,8 @@ class ConditioningHook(Hook):
             (such as ``backbone.xca_layers.0.attn``); None takes all.
         max_layers: Layers measured at most: evenly spaced ones of those.
         statistics: Any of ``"spectrum"``, ``"attention"``, ``"gradient"``.
-        max_samples: Samples (windows, for window attention) per attention layer,
-            evenly spaced over the batch.
-        max_tokens: Tokens per sample in attention among tokens; of a longer
-            sequence evenly spaced ones are taken, so that the logits stay below
-            ``max_tokens`` squared. Must be at least the size of a window.
+        max_samples: Samples (windows, for window attention) per attention layer, evenly spaced over the batch.
+        max_tokens: Tokens per sample in attention among tokens, evenly spaced; at least the size of a window.
 
     Raises:
         ValueError: A setting is out of range, or the model has nothing to measure.

@@ -14,16 +14,13 @@ from mmspectral.registry import HOOKS
 class CorrectionRefreshHook(Hook):
     """Keep C up to date where ``conditioning`` has ``interval=n``: ``custom_hooks=[dict(type='mmspectral....')]``.
 
-    C is recomputed from W before updates 0, n, 2n, ... of the optimizer, of
-    which one takes ``accumulative_counts`` iterations. The rule depends on the
-    iteration alone and C is in the checkpoint, so a resumed run continues as it
+    C is recomputed from W before updates 0, n, 2n, ... of the optimizer, of which one takes ``accumulative_counts``
+    iterations. The rule depends on the iteration alone and C is in the checkpoint, so a resumed run continues as it
     would have. Ranks need not communicate: equal weights give equal C.
 
-    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged
-    model is validated, tested and saved with the C of its averaged W, whatever
-    ``update_buffers`` says, and training goes on with the C it had. Used alone,
-    ``ExponentialMovingAverage`` copies or averages C:
-    call :func:`mmspectral.layers.refresh_corrections` on it before its forward pass.
+    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged model is validated, tested and
+    saved with the C of its averaged W, whatever ``update_buffers`` says, and training goes on with the C it had. Call
+    :func:`mmspectral.layers.refresh_corrections` on other averages before their forward pass.
     """
 
     priority = "ABOVE_NORMAL"  # before EMAHook, usually NORMAL, swaps, saves or evaluates

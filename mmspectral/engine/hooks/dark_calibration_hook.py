@@ -27,11 +27,8 @@ class DarkCalibrationHook(Hook):
     model with exact softmax, the one that the weights come from. Logs a
     table: anisotropy of each layer and the estimated error before and after.
 
-    Images are drawn from the training data; which depends on ``seed`` alone, and
-    training sees and draws what it would without the hook. Each rank calibrates on the same images, then all take the
-    result of rank 0, and so do averaged copies of EMA hooks.
-
-    ``tools/analysis_tools/calibrate_dark.py`` does the same once, for many runs.
+    Images are drawn from the training data; which depends on ``seed`` alone, and training sees and draws what it would
+    without the hook. All ranks take the result of rank 0, and so do averaged copies of EMA hooks.
 
     Args:
         num_batches: Batches to run the model on.

@@ -53,19 +53,14 @@ class ResumeCheckHook(Hook):
 class EpochSeedHook(Hook):
     """Seed python, numpy and torch from (seed, rank, epoch, iteration) at the start of each epoch.
 
-    A run that is resumed from the checkpoint of an epoch then draws what the
-    uninterrupted run would have drawn: dropout, augmentation, the samples of a
-    detector's heads. On a deterministic device the weights are the same, bit for
-    bit. mmengine seeds once, at the start of each process.
+    A run that is resumed from the checkpoint of an epoch then draws what the uninterrupted run would have drawn:
+    dropout, augmentation, the samples of a detector's heads. On a deterministic device the weights are the same, bit
+    for bit. mmengine seeds once, at the start of each process, and gives the loader's workers the same numbers in
+    every epoch; here each worker is seeded from torch's seed for it, which the main process draws when the epoch
+    begins. Workers must not outlive the epoch: ``persistent_workers=False``.
 
-    mmengine also gives the loader's workers the same numbers in every epoch; here
-    they differ, since each worker is seeded from torch's seed for it, which the
-    main process draws when the epoch begins. Workers must not outlive the epoch:
-    ``persistent_workers=False``.
-
-    Iteration-based loops have one epoch: they are seeded when they start or are
-    resumed, so a resumed run goes on with other numbers, and does not repeat the
-    first ones.
+    Iteration-based loops have one epoch: they are seeded when they start or are resumed, so a resumed run goes on
+    with other numbers, and does not repeat the first ones.
     """
 
     priority = "VERY_HIGH"  # whatever another hook draws at the start of an epoch is drawn after seeding
@@ -113,13 +108,10 @@ def seed_worker(worker_id: int, first: Callable[[int], None]) -> None:
 class DueValidationHook(Hook):
     """Validate a resumed model before training goes on, if that was the next thing to do.
 
-    A checkpoint is written before the validation of its epoch. mmengine resumes
-    with the next epoch: the metrics of the one before are lost, after the last
-    epoch those of the run, and so is what depends on them, such as the best
-    checkpoint or a schedule that waits for a plateau.
-
-    A checkpoint that was written again during its validation, because it was the
-    best one, says so, and is not validated twice.
+    A checkpoint is written before the validation of its epoch. mmengine resumes with the next epoch: the metrics of
+    the one before are lost, and so is what depends on them, such as the best checkpoint or a schedule that waits for a
+    plateau. A checkpoint that was written again by its validation, because it was the best one, says so, and is not
+    validated twice.
     """
 
     priority = "LOWEST"  # other hooks prepare themselves in before_train

@@ -15,18 +15,13 @@ from mmspectral.registry import HOOKS
 class FeatureRedrawHook(Hook):
     """Redraw every :class:`mmspectral.layers.RandomFeatureKernel`: ``custom_hooks=[dict(type='mmspectral....')]``.
 
-    Before updates n, 2n, ... of the optimizer, of which one takes
-    ``accumulative_counts`` iterations, or before epochs n, 2n, ..., w is drawn
-    anew, in place. Draws are a function of the kernel's seed, its layer and its
-    counter ``redraws``, which goes on from where it stands: it is in the checkpoint,
-    so a resumed run draws what it would have drawn, and ranks need not
-    communicate. Nothing is drawn in validation, and blocks that are recomputed
-    in the backward pass see what the forward pass saw. What is trained or
-    calibrated (M, the shift, the proposal, the w of kernel ``learned``) stays.
+    Before updates n, 2n, ... of the optimizer, of which one takes ``accumulative_counts`` iterations, or before epochs
+    n, 2n, ..., w is redrawn in place. Draws are a function of the kernel's seed, its layer and its counter
+    ``redraws``, which is in the checkpoint: a resumed run draws what it would have drawn, and ranks need not
+    communicate. What is trained or calibrated (M, the shift, the proposal, the w of kernel ``learned``) stays.
 
-    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged
-    model gets draws and counter of the trained one after each update, whatever
-    ``update_buffers`` says: a mean of two draws is no draw.
+    Beside mmengine's ``EMAHook``, or a subclass such as mmpretrain's, the averaged model gets draws and counter of the
+    trained one after each update, whatever ``update_buffers`` says: a mean of two draws is no draw.
 
     Args:
         interval: n; to keep the first draws, leave the hook out.

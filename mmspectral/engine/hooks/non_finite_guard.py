@@ -1,7 +1,6 @@
 """Stop training before the first non-finite loss or gradient reaches the weights, and name the layer it came from."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner, find_latest_checkpoint
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mmspectral.analysis.projections import attention_projections
 from mmspectral.layers import attention_layers, probe_tokens
@@ -22,26 +22,19 @@ from mmspectral.registry import HOOKS
 class NonFiniteGuardHook(Hook):
     """Raise ``FloatingPointError`` at the first non-finite loss or gradient.
 
-    mmengine's hooks see a loss only after the update, so this one checks losses
-    and gradients in a step-pre-hook of each optimizer: the parameters and the
-    optimizer's state stay what they were. (What the forward pass changed, such as
-    batch-norm statistics, has changed.) No checkpoint is written after the stop,
-    so the last one is from before; the message names it, and, after repeating the
-    failed batch, the layer, the largest attention logit and the largest kappa
-    (:func:`diagnose`).
+    mmengine's hooks see a loss only after the update, so this one checks losses and gradients in a step-pre-hook of
+    each optimizer: the parameters and the optimizer's state stay what they were. (What the forward pass changed, such
+    as batch-norm statistics, has changed.) The message names the last checkpoint, which is from before, and, after
+    repeating the failed batch, the layer, the largest attention logit and the largest kappa (:func:`diagnose`).
 
-    Under a ``GradScaler`` (``AmpOptimWrapper``) overflowing gradients are part of
-    the search for a scale, and the scaler skips the update by itself. There
-    the hook stops after ``max_skipped`` skipped updates in a row, at a scale
+    Under a ``GradScaler`` (``AmpOptimWrapper``) overflowing gradients are part of the search for a scale, and the
+    scaler skips the update by itself. There the hook stops after ``max_skipped`` skipped updates in a row, at a scale
     below 1, and at once for a non-finite loss, which no scale can cure.
 
-    Under gradient accumulation every iteration is checked, so that the failed
-    batch is the last one. Each optimizer of an ``OptimWrapperDict`` is checked
-    for itself. A process that fails alone (its loss, or a gradient that is not
-    yet shared) leaves it to the launcher to end the others.
+    Under gradient accumulation every iteration is checked, so that the failed batch is the last one. A process that
+    fails alone (its loss, or a gradient that is not yet shared) leaves it to the launcher to end the others.
 
-    Cost: one fused norm of all gradients, one check per loss tensor, and one wait
-    for the device per update.
+    Cost per update: one fused norm of all gradients, one check per loss tensor, and one wait for the device.
 
     Args:
         max_skipped: Updates in a row that a ``GradScaler`` may skip.
@@ -219,8 +212,9 @@ def _repeat(model: nn.Module, batch: dict | tuple | list, wrapper: OptimWrapper)
         layer.register_forward_pre_hook(partial(measure, name)) for name, layer in attention_layers(model).items()
     ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with _buffers_kept(model), torch.enable_grad():
+        with torch.enable_grad():
             with wrapper.optim_context(model):
                 data = model.data_preprocessor(batch, True)
                 losses = model(**data, mode="loss") if isinstance(data, dict) else model(*data, mode="loss")
@@ -229,6 +223,8 @@ def _repeat(model: nn.Module, batch: dict | tuple | list, wrapper: OptimWrapper)
     finally:
         for handle in handles:
             handle.remove()
+        for buffer, value in buffers:
+            buffer.copy_(value)
     sentences = []
     if not all(tensor.isfinite().all() for tensor in _tensors(data)):
         sentences.append("The batch itself holds values that are not finite.")
@@ -267,28 +263,10 @@ def _worst_kappa(model: nn.Module) -> list[str]:
     return [f"Largest condition number of a projection in use: {shown} in {name}."]
 
 
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        yield
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(saved[name])
-
-
 def _is_finite(tensor: Tensor | None) -> bool:
     return tensor is None or bool(tensor.isfinite().all())
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the floating-point tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -18,15 +18,12 @@ _OUTSIDE = 10**6  # the depth of what is in no backbone
 class LayerDecayOptimWrapperConstructor(LearningRateDecayOptimWrapperConstructor):
     """mmpretrain's layer-wise learning-rate decay, for any model that holds a backbone with ``get_layer_depth``.
 
-    A parameter of depth i of n trains at lr * rate^(n - 1 - i); what is not in
-    a backbone (neck, heads) trains at lr. mmpretrain's class asks the model
-    instead of the backbone and so refuses detectors; mmdet's knows ConvNeXt alone.
+    A parameter of depth i of n trains at lr * rate^(n - 1 - i); what is not in a backbone (neck, heads) trains at lr.
+    mmpretrain's class asks the model instead of the backbone and so refuses detectors; mmdet's knows ConvNeXt alone.
 
-    ``paramwise_cfg`` is that of mmpretrain, and more: ``layer_decay_rate`` is
-    required, an unknown option is an error, ``custom_keys`` take ``lr_mult`` too,
-    and parameters that the backbone names in ``no_weight_decay()`` are not
-    decayed unless a custom key gives them a ``decay_mult``. Shared parameters
-    are trained once, and equal settings of one depth make one group.
+    ``paramwise_cfg`` is that of mmpretrain, and more: ``layer_decay_rate`` is required, an unknown option is an error,
+    ``custom_keys`` take ``lr_mult`` too, and parameters that the backbone names in ``no_weight_decay()`` are not
+    decayed unless a custom key gives them a ``decay_mult``. Equal settings of one depth make one group.
 
     Raises:
         ValueError: The optimizer has no ``lr``, ``paramwise_cfg`` lacks the rate,

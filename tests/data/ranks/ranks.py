@@ -1,11 +1,7 @@
-"""What ranks do in the tests of distributed training: classes that configs name, and two programs for torchrun.
-
-The programs get their name, ``recomputed`` or ``sharded``, and the folder to write to.
-"""
+"""What ranks do in the tests of distributed training: classes that configs name, and two programs."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -149,6 +145,22 @@ class DyingRank(Hook):
         os.kill(os.getpid(), signal.Signals[self.how])
 
 
+@HOOKS.register_module()
+class WriteKernels(Hook):
+    """Give the second rank other images to calibrate on, and save the kernels after training."""
+
+    priority = "HIGH"
+
+    def before_train(self, runner):
+        for hook in runner.hooks:
+            if type(hook).__name__ == "DarkCalibrationHook":
+                hook.images["seed"] += get_rank()
+
+    def after_train(self, runner):
+        kernels = {name: tensor for name, tensor in _state(runner.model).items() if "kernel" in name}
+        torch.save(kernels, Path(runner.work_dir, f"kernels{get_rank()}.pth"))
+
+
 CONDITIONINGS = {
     "identity": IDENTITY,
     "identity per head": dict(type="IdentityCorrection", scale=0.5, scope="head"),
@@ -264,7 +276,8 @@ def sharded():
     return {case: compare(case, mesh) for case in CASES}
 
 
-if __name__ == "__main__":
+def run_program(name, folder):
+    """Save what this rank's program of that name, ``recomputed`` or ``sharded``, returns."""
     distributed.init_process_group("gloo")
-    torch.save(globals()[sys.argv[1]](), Path(sys.argv[2], f"rank{get_rank()}.pth"))
+    torch.save(globals()[name](), Path(folder, f"rank{get_rank()}.pth"))
     distributed.destroy_process_group()

@@ -39,7 +39,6 @@ class WriteRank(Hook):
             parameters={name: value.detach() for name, value in runner.model.named_parameters()},
             with_gradient=sorted(self.with_gradient),
             evaluations=self.evaluations,
-            learning_rates=[group["lr"] for group in runner.optim_wrapper.param_groups],
             wrapper=type(runner.model).__name__,
         )
         torch.save(result, Path(runner.work_dir, f"rank{get_rank()}.pth"))

@@ -1,9 +1,10 @@
 """Whether two runs are the same, bit for bit: weights, averages, optimizer, schedules, losses and metrics."""
 
-import json
-
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten
+
+from tests.helpers import log_lines
 
 
 def state(path):
@@ -11,19 +12,10 @@ def state(path):
 
 
 def assert_same(a, b, where):
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
+    (ours, shape), (others, other_shape) = tree_flatten(a), tree_flatten(b)
+    assert shape == other_shape, where
+    for x, y in zip(ours, others, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, where
 
 
 def assert_same_run(straight, resumed, last):
@@ -43,7 +35,5 @@ def assert_same_run(straight, resumed, last):
 
 def metrics(work_dir):
     """Return the metrics that the newest run wrote last."""
-    newest = max(work_dir.glob("*/vis_data/scalars.json"), key=lambda file: file.parts)
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
-    last = [row for row in rows if "loss" not in row][-1]
+    last = [row for row in log_lines(work_dir) if "loss" not in row][-1]
     return {name: value for name, value in last.items() if "time" not in name}

@@ -3,16 +3,14 @@
 import json
 import os
 import resource
-import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from tests.helpers import DATA, ROOT, TOOLS, TOY, environment
+from tests.helpers import DATA, ROOT, TOOLS, TOY, fork, run_script
 
 # Audit events of Python that end a save: the hidden file is there and empty, complete, renamed.
 _SAVING = {"os.chmod": "tmp", "os.rename": "tmp", "os.remove": "pth"}
@@ -42,40 +40,34 @@ class Doom(Hook):
             tick("last evaluation")
 
 
-def run_tool(name, *arguments, log, death=(None, 0), largest_file=None, seconds=None):
-    """Run a script of ``tools/`` in its own process; return the exit status, negative for a signal, and the output.
+@HOOKS.register_module()
+class NoteSamples(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        samples = [sample.sample_idx for sample in data_batch["data_samples"]]
+        with Path(runner.work_dir, "samples.json").open("a") as file:
+            print(json.dumps([runner.iter, samples]), file=file)
+
+
+def run_tool(name, *arguments, death=(None, 0), largest_file=None, seconds=None):
+    """Run a script of ``tools/``; return the exit status, negative for a signal, and what it printed.
 
     Args:
         name: File name of the script.
         *arguments: Of the command line.
-        log: File that takes the output.
         death: An event and its number: that one kills the process.
         largest_file: Bytes after which a write fails, as on a full disk.
         seconds: Time after which the process is killed.
     """
-    task = json.dumps([str(TOOLS / name), list(map(str, arguments)), death, largest_file])
-    command = [sys.executable, "-c", "import sys, toy_faults; toy_faults.be_tool(sys.argv[1])", task]
-    with open(log, "w") as file:
-        try:
-            status = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment([ROOT, DATA / "toy_faults", TOY]),
-                timeout=seconds or 250,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            if seconds is None:
-                raise
-            status = -signal.SIGKILL
-    return status, Path(log).read_text()
+    path = [ROOT, DATA / "toy_faults", TOY]
+    task = (json.dumps([death, largest_file]), TOOLS / name, *arguments)
+    done = fork(be_tool, *task, path=path, timeout=seconds or 250)
+    return done.returncode, done.stdout + done.stderr
 
 
-def be_tool(task):
-    path, arguments, death, largest_file = json.loads(task)
-    _death.update(event=death[0], after=death[1])
+def be_tool(task, path, *arguments):
+    (event, after), largest_file = json.loads(task)
+    _death.update(event=event, after=after)
     sys.addaudithook(_audit)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
+    run_script(path, *arguments)

@@ -28,10 +28,8 @@ def show_predictions(cfg: Config, folder: str | None, window: bool = False, wait
 
     Args:
         cfg: Config of the test.
-        folder: Where the pictures go. mmdet puts it below the run's time
-            stamp in the work folder. None writes no pictures.
-        window: Show each picture.
-        wait_time: Seconds for which a window stays.
+        folder: Where pictures go, by mmdet below the run's time stamp in the work folder; None writes none.
+        window: Show each picture for ``wait_time`` seconds.
 
     Raises:
         UsageError: The config has no visualization hook, or it is mmpretrain's
@@ -88,15 +86,8 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
         notes.append("The config has no tta_pipeline; the image and its mirror image are used.")
         *pipeline, packing = deepcopy(datasets[0].pipeline)
         if detection:
-            packing["meta_keys"] = (
-                "img_id",
-                "img_path",
-                "ori_shape",
-                "img_shape",
-                "scale_factor",
-                "flip",
-                "flip_direction",
-            )
+            shapes = ("ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
+            packing["meta_keys"] = ("img_id", "img_path", *shapes)
         flips = [dict(type="RandomFlip", prob=1.0), dict(type="RandomFlip", prob=0.0)]
         cfg.tta_pipeline = [*pipeline, dict(type="TestTimeAug", transforms=[flips, [packing]])]
     if type_name(cfg.model) != type_name(cfg.tta_model):  # the config that such a test has written down
