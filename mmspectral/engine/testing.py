@@ -23,6 +23,21 @@ def innermost_datasets(cfg: Config) -> list[ConfigDict]:
     return found
 
 
+def for_inferencer(cfg: Config) -> Config:
+    """Return a copy with the first test dataset alone, and with names in its pipeline that the inferencers know."""
+    dataset = deepcopy(innermost_datasets(cfg)[0])
+    for step in dataset.pipeline:
+        package, _, path = type_name(step).partition(".")
+        name = path.rpartition(".")[2] or package
+        if name == "LoadImageFromFile":  # which an inferencer replaces
+            step.type = name
+        elif not isinstance(step.type, str):
+            step.type = f"{package}.{name}" if package in ("mmdet", "mmpretrain", "mmspectral") else name
+    cfg = deepcopy(cfg)
+    cfg.test_dataloader.dataset = dataset
+    return cfg
+
+
 def show_predictions(cfg: Config, folder: str | None, window: bool = False, wait_time: float = 2.0) -> None:
     """Draw the predictions of every test image; changes ``cfg`` in place.
 
@@ -76,9 +91,10 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
     merges_boxes = type_name(cfg.tta_model).rpartition(".")[2] == "DetTTAModel"
     if merges_boxes:
         cfg.tta_model.type = _merging_type()
-    if merges_boxes and cfg.model.get("roi_head", {}).get("mask_head") is not None:
+    heads = (cfg.model.get("roi_head", {}).get("mask_head"), cfg.model.get("mask_head"), cfg.model.get("panoptic_head"))
+    if merges_boxes and any(head is not None for head in heads):
         raise UsageError(
-            "mmdet cannot merge the masks of several views. Test without --tta, or the boxes alone with "
+            "mmdet cannot merge the masks of several views. Test without --tta, or the boxes of a roi_head alone with "
             "--cfg-options model.roi_head.mask_head=None test_evaluator.metric=bbox."
         )
     datasets = innermost_datasets(cfg)

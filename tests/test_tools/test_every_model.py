@@ -9,9 +9,12 @@ import mmdet.models  # noqa: F401 - fills the registry
 import mmpretrain.models  # noqa: F401
 import pytest
 import torch
+from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
+from mmpretrain.datasets import PackInputs
 
+from mmspectral.engine.testing import for_inferencer
 from tests.helpers import CONFIGS, TOOLS, class_folders, coco_set
 
 CLASSES = ("cat", "dog")
@@ -63,19 +66,20 @@ test_cfg = dict()
 SWIN = "arch=dict(embed_dims=16, depths=[1, 1], num_heads=[1, 2]), window_size=4, out_indices=(0, 1)"
 VIT = "arch=dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32), img_size=32, patch_size=16"
 HEAD = 'head=dict(type="VisionTransformerClsHead", num_classes=2, in_channels=16)'
-ANY_SWIN = 'backbone=dict(_delete_=True, type="SwinTransformer", embed_dims=16, depths=(1, 1), num_heads=(1, 2), strides=(4, 2), window_size=4, out_indices=(0, 1))'
+STAGES = "embed_dims=16, depths=(1, 1), num_heads=(1, 2), strides=(4, 2), window_size=4, out_indices=(0, 1)"
+STOCK_SWIN = f'backbone=dict(_delete_=True, type="SwinTransformer", {STAGES}), HEADS'
+STOCK_VIT = f'backbone=dict(type="VisionTransformer", {VIT}), {HEAD}'
+DARK = 'kernel=dict(type="dark", num_features=8)'
+CONDITIONED = f'type="mmspectral.ConditionedModel", {IDENTITY}'
 KINDS = {
     "spectral detector": detector(
         [16, 32], f'backbone=dict(_delete_=True, type="mmspectral.SpectralSwin", {SWIN}, {IDENTITY}), HEADS'
     ),
     "DARK detector": detector(
-        [16, 32],
-        f'backbone=dict(_delete_=True, type="mmspectral.DarkSwin", {SWIN}, kernel=dict(type="dark", num_features=8)), HEADS',
+        [16, 32], f'backbone=dict(_delete_=True, type="mmspectral.DarkSwin", {SWIN}, {DARK}), HEADS'
     ),
-    "stock detector": detector([16, 32], f"{ANY_SWIN}, HEADS"),
-    "conditioned detector": detector(
-        [16, 32], f'type="mmspectral.ConditionedModel", model_type="MaskRCNN", {IDENTITY}, {ANY_SWIN}, HEADS'
-    ),
+    "stock detector": detector([16, 32], STOCK_SWIN),
+    "conditioned detector": detector([16, 32], f'{CONDITIONED}, model_type="MaskRCNN", {STOCK_SWIN}'),
     "conditioned Mask2Former": f"""
 _base_ = {str(CONFIGS / "any_model" / "mask2former_r50_spectral-decoder_8xb2-lsj-50e_coco.py")!r}
 model = dict(
@@ -89,19 +93,17 @@ model = dict(
     data_preprocessor=dict(batch_augments=None),
     test_cfg=dict(max_per_image=5),
 )
-train_dataloader = train_cfg = optim_wrapper = val_dataloader = val_cfg = val_evaluator = None
+train_dataloader = train_cfg = optim_wrapper = param_scheduler = val_dataloader = val_cfg = val_evaluator = None
 {DETECTION.replace("DELETE", "_delete_=True, ")}
 """,
     "spectral classifier": classifier(
         f'type="ImageClassifier", backbone=dict(type="mmspectral.SpectralViT", {VIT}, {IDENTITY}), {HEAD}'
     ),
     "DARK classifier": classifier(
-        f'type="ImageClassifier", backbone=dict(type="mmspectral.DarkViT", {VIT}, kernel=dict(type="dark", num_features=8)), {HEAD}'
+        f'type="ImageClassifier", backbone=dict(type="mmspectral.DarkViT", {VIT}, {DARK}), {HEAD}'
     ),
-    "stock classifier": classifier(f'type="ImageClassifier", backbone=dict(type="VisionTransformer", {VIT}), {HEAD}'),
-    "conditioned classifier": classifier(
-        f'type="mmspectral.ConditionedModel", model_type="ImageClassifier", {IDENTITY}, backbone=dict(type="VisionTransformer", {VIT}), {HEAD}'
-    ),
+    "stock classifier": classifier(f'type="ImageClassifier", {STOCK_VIT}'),
+    "conditioned classifier": classifier(f'{CONDITIONED}, model_type="ImageClassifier", {STOCK_VIT}'),
 }
 
 
@@ -113,7 +115,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = ("DARK detector", "stock detector", "spectral classifier", "stock classifier")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
+)
 def model(request, folder):
     """Name of the files of a model with random weights: a config and a checkpoint."""
     name = request.param.replace(" ", "_")
@@ -135,8 +142,8 @@ def run(model, folder, tmp_path, monkeypatch, capsys, loaders):
     monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.delenv("LOCAL_RANK")
 
-    def run(tool, *arguments):
-        monkeypatch.setattr(sys, "argv", [tool, f"{model}.py", *map(str, arguments)])
+    def run(tool, *arguments, config=f"{model}.py"):
+        monkeypatch.setattr(sys, "argv", [tool, config, *map(str, arguments)])
         runpy.run_path(str(TOOLS / tool), run_name="__main__")
         return capsys.readouterr().out
 
@@ -155,13 +162,35 @@ def test_test(model, run, tmp_path):
     assert len(pickle.loads((tmp_path / "out.pkl").read_bytes())) in (2, 4)
 
 
-def test_test_time_augmentation(model, run, tmp_path):
-    options = ["model.roi_head.mask_head=None"] if "detector" in model else []
-    if "classifier" not in model:
-        options.append("test_evaluator.metric=bbox")
-    run("test.py", f"{model}.pth", "--work-dir", tmp_path, "--tta", *(["--cfg-options", *options] if options else []))
+def test_test_time_augmentation(model, run, tmp_path, capsys):
+    boxes = ["--cfg-options", "model.roi_head.mask_head=None", "test_evaluator.metric=bbox"]
+    options = ["--tta", *(boxes if model.endswith("detector") else [])]
+    if model.endswith("Mask2Former"):
+        with pytest.raises(SystemExit, match="2"):
+            run("test.py", f"{model}.pth", "--work-dir", tmp_path, *options)
+        assert "cannot merge the masks" in capsys.readouterr().err
+    else:
+        run("test.py", f"{model}.pth", "--work-dir", tmp_path, *options)
 
 
+@pytest.mark.parametrize("model", ["spectral detector", "spectral classifier"], indirect=True)
+def test_a_set_of_several_sets(model, run, folder, tmp_path):
+    (folder / "several.py").write_text(
+        f"""
+_base_ = "{model}.py"
+one = {{{{_base_.test_dataloader.dataset}}}}
+test_dataloader = dict(dataset=dict(_delete_=True, type="ConcatDataset", datasets=[one, one]))
+"""
+    )
+    images, weights = ("folders/cat" if model.endswith("classifier") else "images"), f"{model}.pth"
+    run("predict.py", weights, images, "-o", tmp_path, "--device", "cpu", config="several.py")
+    assert json.loads((tmp_path / "results.json").read_text())
+    boxes = ["model.roi_head.mask_head=None", "test_evaluator.metric=bbox"] if model.endswith("detector") else []
+    options = ["--tta", *(["--cfg-options", *boxes] if boxes else [])]
+    run("test.py", weights, "--work-dir", tmp_path, *options, config="several.py")
+
+
+@pytest.mark.slow
 def test_export(model, run, tmp_path):
     file = tmp_path / "backbone.pt2"
     run(
@@ -183,3 +212,14 @@ def test_export(model, run, tmp_path):
 def test_flops_and_data(model, run):
     assert "| backbone |" in run("analysis_tools/get_flops.py", "--shape", "64")
     run("misc/check_dataset.py")
+
+
+def test_names_that_inferencers_know_stand_in_the_place_of_classes():
+    """As pure Python configs have them."""
+    pipeline = [dict(type=step) for step in (LoadImageFromFile, PackInputs, "mmdet.Resize")]
+    cfg = Config(dict(test_dataloader=dict(dataset=dict(dataset=dict(pipeline=pipeline)))))
+    steps = for_inferencer(cfg).test_dataloader.dataset.pipeline
+    assert [step.type for step in steps] == ["LoadImageFromFile", "mmpretrain.PackInputs", "mmdet.Resize"]
+    loader = dict(type="mmspectral.LoadImageFromFile")
+    cfg.test_dataloader.dataset = dict(datasets=[dict(pipeline=[loader])])
+    assert for_inferencer(cfg).test_dataloader.dataset.pipeline[0].type == "LoadImageFromFile"

@@ -58,6 +58,18 @@ def read_annotations(path: str | Path) -> dict:
     return content
 
 
+def entries_with(content: dict, part: str, name: str) -> list[dict]:
+    """Return a list of an annotation file whose entries must have an id and, as a string, ``name``.
+
+    Raises:
+        UsageError: One has not.
+    """
+    for entry in content[part]:
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not isinstance(entry.get(name), str):
+            raise UsageError(f"In the annotation file, {part} must have an id and a {name}, unlike {entry!r:.80}.")
+    return content[part]
+
+
 def is_narrow(height: int, width: int) -> bool:
     """Return whether an image is so much longer than wide, or wider than long, that it vanishes when it is resized."""
     return max(height, width) > _NARROWEST * min(height, width)
