@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +155,22 @@ def _import_quietly(module: str) -> None:
         importlib.import_module(module)
 
 
+def type_name(part: Any) -> str:
+    """Return the type of a part of a config, written out where it is a class; "" where there is none."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if hasattr(kind, "__qualname__"):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return kind if isinstance(kind, str) else ""
+
+
 def host_package(cfg: Config) -> str:
     """Return the package whose model the config describes: ``"mmdet"`` or ``"mmpretrain"``.
 
     Raises:
         UsageError: It is neither.
     """
-    model_type = cfg.model.type if isinstance(cfg.model.type, str) else cfg.model.type.__module__
-    scope = model_type.rpartition(".")[0].partition(".")[0]
+    model_type = type_name(cfg.model)
+    scope = model_type.partition(".")[0] if "." in model_type else ""
     host = cfg.get("default_scope") if scope in ("", "mmspectral") else scope
     if host not in ("mmdet", "mmpretrain"):
         raise UsageError(

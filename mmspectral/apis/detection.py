@@ -9,9 +9,9 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.checkpoints import fit_to_model, read_checkpoint
-from mmspectral.datasets.check.coco import read_annotations
-from mmspectral.engine.testing import innermost_dataset
+from mmspectral.checkpoints import fit_whole, read_checkpoint
+from mmspectral.datasets.check.coco import entries_with, read_annotations
+from mmspectral.engine.testing import for_inferencer
 from mmspectral.errors import UsageError
 
 # COCO numbered 91 categories and annotated 80 of them; these are the others.
@@ -35,7 +35,7 @@ class _Inferencer(DetInferencer):
                 "state_dict": checkpoint.get("state_dict", checkpoint),
                 "meta": {**meta, "dataset_meta": metainfo},
             }
-        weights, _ = fit_to_model(model, checkpoint, self.checkpoint)
+        weights, _ = fit_whole(model, checkpoint, self.checkpoint)
         super()._load_weights_to_model(model, {**checkpoint, "state_dict": weights.state_dict()}, cfg)
 
 
@@ -51,6 +51,7 @@ class Detector:
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str, annotations: dict | None = None):
+        cfg = for_inferencer(cfg)
         cfg.setdefault("visualizer", dict(type="mmdet.DetLocalVisualizer"))
         # Pictures go where the caller says, not to the backends of a training run.
         cfg.visualizer["vis_backends"] = None
@@ -88,7 +89,7 @@ class Detector:
 
 
 def _config_annotations(cfg: Config) -> dict | None:
-    dataset = innermost_dataset(cfg)
+    dataset = cfg.test_dataloader.dataset
     if not dataset.get("ann_file"):
         return None
     path = Path(dataset.get("data_root") or "", dataset.ann_file)
@@ -106,7 +107,7 @@ def category_ids(classes: Sequence[str], annotations: dict | None = None) -> tup
         UsageError: A class is not in ``annotations``.
     """
     if annotations is not None:
-        ids = {category["name"]: category["id"] for category in annotations["categories"]}
+        ids = {category["name"]: category["id"] for category in entries_with(annotations, "categories", "name")}
         missing = [name for name in classes if name not in ids]
         if missing:
             raise UsageError(

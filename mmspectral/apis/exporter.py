@@ -19,7 +19,7 @@ from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
 from mmspectral.arguments import host_package
-from mmspectral.checkpoints import fit_to_model, read_checkpoint
+from mmspectral.checkpoints import fit_to_model, fit_whole, read_checkpoint
 from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold
@@ -121,14 +121,12 @@ def _require_possible(cfg: Config, target: Path, file_format: str, part: str, fo
 def _load(cfg: Config, checkpoint: str, part: str) -> nn.Module:
     with DefaultScope.overwrite_default_scope(host_package(cfg)):
         model = MODELS.build(copy.deepcopy(cfg.model)).eval()
+    fit = fit_whole if part == "model" else fit_to_model
     try:
-        weights, report = fit_to_model(model, read_checkpoint(checkpoint), checkpoint)
+        weights, report = fit(model, read_checkpoint(checkpoint), checkpoint)
     except ValueError as error:
         raise UsageError(str(error)) from error
     missing = [name for name in report.missing if not name.endswith(".correction")]  # found from W
-    if part == "model":
-        rest = (name for name, _ in model.named_parameters() if not name.startswith("backbone."))
-        missing += [name for name in rest if name not in weights.tensors]
     if missing:
         raise UsageError(f"{checkpoint} lacks {len(missing)} weights, such as {missing[0]}, which would stay random.")
     model.load_state_dict(weights.state_dict(), strict=False)

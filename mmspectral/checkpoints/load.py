@@ -20,6 +20,7 @@ from mmspectral.checkpoints.reconcile import (
     unaccounted,
     unknown_message,
 )
+from mmspectral.errors import UsageError
 
 PREFIXES = ("", "backbone.")
 MIN_MATCHED = 0.9  # of the parameters; with less, a file is taken to fill a part of the model
@@ -282,3 +283,27 @@ def _too_little(
 
 def _examples(names: Collection[str]) -> str:
     return ", ".join(repr(name) for name in list(names)[:3]) or "nothing"
+
+
+def fit_whole(
+    model: nn.Module, checkpoint: Mapping, source: str, min_matched: float = 0.9
+) -> tuple[Weights, LoadReport]:
+    """Fit weights to a model that is not trained any further, as :func:`fit_to_model` does, with its heads.
+
+    Raises:
+        UsageError: The file does not fit, or lacks a weight outside the backbone, which would stay random.
+    """
+    try:
+        weights, report = fit_to_model(model, checkpoint, source, min_matched)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    absent = [name for name in shapes if name not in weights.tensors and not name.startswith("backbone.")]
+    if isinstance(getattr(model, "backbone", None), nn.Module) and absent:
+        given = find_weights(checkpoint, source).tensors
+        there = f"{tuple(given[absent[0]].shape)} in the file" if absent[0] in given else "not in the file"
+        raise UsageError(
+            f"{source}: {len(absent)} weights are not there in the shape of the model, and would be random, such as "
+            f"{absent[0]}: {there}, {shapes[absent[0]]} in the model. Take the config that it was trained with."
+        )
+    return weights, report

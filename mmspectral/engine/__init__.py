@@ -2,14 +2,12 @@
 
 from mmspectral.engine.launch import launch_run, runtime_notes
 from mmspectral.engine.testing import (
-    innermost_dataset,
     predictions_writer,
     show_predictions,
     use_test_time_augmentation,
 )
 
 __all__ = [
-    "innermost_dataset",
     "launch_run",
     "predictions_writer",
     "runtime_notes",

@@ -16,6 +16,7 @@ from mmdet.registry import METRICS
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 
+from mmspectral.errors import UsageError
 from mmspectral.evaluation import coco_metric
 from mmspectral.evaluation.coco_metric import _ITEMS
 from mmspectral.registry import METRICS as OUR_METRICS
@@ -24,11 +25,11 @@ _SHARED = Path(os.environ.get("MMSPECTRAL_SHARED_DATA") or Path(__file__).resolv
 _FIXTURE = _SHARED / "coco_eval_val2014_100"
 
 
-def _build(**settings):
-    """Return the metric for a data set with the classes "a" and "b"."""
+def _build(classes=("a", "b"), **settings):
+    """Return the metric for a data set with these classes."""
     with DefaultScope.overwrite_default_scope("mmdet"):
         metric = METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
-    metric.dataset_meta = {"classes": ("a", "b")}
+    metric.dataset_meta = {"classes": classes}
     return metric
 
 
@@ -99,8 +100,7 @@ def test_published_numbers(metric, implementation):
     ann_file = _FIXTURE / "instances_val2014_100.json"
     name = {"bbox": "fakebbox100", "segm": "fakesegm100"}[metric]
     samples, classes = _published_detections(ann_file, _FIXTURE / f"instances_val2014_{name}_results.json")
-    evaluator = _build(ann_file=str(ann_file), metric=metric)
-    evaluator.dataset_meta = {"classes": classes}
+    evaluator = _build(classes, ann_file=str(ann_file), metric=metric)
     for sample in samples:
         evaluator.process({}, [sample])
     scores = evaluator.evaluate(len(samples))
@@ -193,6 +193,38 @@ def test_mmdets_own_options(large_only, tmp_path, log):
     evaluator = _build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix))
     assert _evaluate(evaluator, [_SQUARE] * 3) == {}
     assert len(json.loads(Path(f"{prefix}.bbox.json").read_text())) == 6
+
+
+def _change(ann_file, index, **values):
+    """Replace values of an annotation; ``...`` takes the key away."""
+    content = json.loads(Path(ann_file).read_text())
+    changed = content["annotations"][index] | values
+    content["annotations"][index] = {key: value for key, value in changed.items() if value is not ...}
+    Path(ann_file).write_text(json.dumps(content))
+    return ann_file
+
+
+@pytest.mark.parametrize("values", [dict(id=0), dict(id=-1), dict(iscrowd=...)])
+def test_legal_annotations_are_read_as_they_are_meant(large_only, values, implementation):
+    """COCO's evaluator takes the id 0 for no match."""
+    scores = _evaluate(_build(ann_file=_change(large_only, 0, **values)), count=1)
+    assert scores["coco/bbox_mAP"] == scores["coco/segm_mAP"] == scores["coco/bbox_AR@100"] == 1
+    assert _evaluate(_build(ann_file=large_only, metric="bbox"), count=0)["coco/bbox_mAP"] == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [dict(segmentation=[]), dict(segmentation=...), dict(segmentation=[[1, 2, 3, 4]]), dict(iscrowd=0.5), dict(id=1.0)],
+)
+def test_annotations_that_would_be_misread_are_refused_before_the_first_batch(large_only, values):
+    with pytest.raises(UsageError, match="cannot be evaluated.*such as"):
+        _build(ann_file=_change(large_only, 0, **values))
+
+
+def test_a_dataset_that_uses_a_part_of_the_file_is_not_punished_for_the_rest(large_only):
+    evaluator = _build(ann_file=large_only, metric="bbox")
+    evaluator.process({}, [_sample(1, (200, 200), [[10.0, 10.0, 130.0, 130.0]], [0.9], [0])])
+    assert evaluator.evaluate(1)["coco/bbox_mAP"] == 1
 
 
 @pytest.mark.parametrize("metric", ["proposal", []])
