@@ -104,7 +104,11 @@ def softnms(
         else:
             decay = torch.zeros_like(overlap) if method == 0 else 1 - overlap
             left[waiting] *= torch.where(overlap >= iou_threshold, decay, torch.ones_like(overlap))
-        waiting = _keep(waiting, left[waiting] >= min_score)
+        keep = left[waiting] >= min_score
+        count = int(keep.sum())
+        queue = waiting[:count].clone()
+        queue[~keep[:count]] = waiting[count:][keep[count:]].flip(0)  # gaps are filled from the end
+        waiting = queue
     return torch.stack(kept) if kept else waiting
 
 
@@ -236,15 +240,6 @@ def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, al
         rows = torch.where(positive.any(dim=1), target, -1)
         loss = loss * F.pad(_at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
     return loss
-
-
-def _keep(queue: Tensor, keep: Tensor) -> Tensor:
-    """Shorten ``queue`` to where ``keep`` is true, filling gaps from the end as mmcv does."""
-    count = int(keep.sum())
-    head, tail = keep[:count], keep[count:]
-    shortened = queue[:count].clone()
-    shortened[~head] = queue[count:][tail].flip(0)
-    return shortened
 
 
 def _with_offset(boxes: Tensor, offset: int) -> Tensor:

@@ -73,19 +73,12 @@ def test_rates_fall_with_the_depth_that_the_backbone_says(name, build):
     assert len({lr for parameter, lr in rates.items() if parameter.startswith(prefix)}) >= 4
 
 
-class Wrapper(nn.Module):
-    """Stands for DistributedDataParallel, which needs a process group: a child named ``module``."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def test_distributed_wrappers_around_the_model_and_inside_it():
+    """A child named ``module`` stands for DistributedDataParallel, which needs a process group."""
     plain = mask_rcnn(BACKBONES["vit"])
     expected = settings_by_name(plain)
-    around = settings_by_name(Wrapper(plain))
-    plain.backbone = Wrapper(plain.backbone)  # as MMSeparateDistributedDataParallel does
+    around = settings_by_name(nn.ModuleDict({"module": plain}))
+    plain.backbone = nn.ModuleDict({"module": plain.backbone})  # as MMSeparateDistributedDataParallel does
     for found in (around, settings_by_name(plain)):
         assert {name.replace("module.", ""): value for name, value in found.items()} == expected
 

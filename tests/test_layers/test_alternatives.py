@@ -36,22 +36,6 @@ def by_role(fused, row_order):
     return {role: part.flatten(0, 1) for role, part in zip(ROLES, parts, strict=True)}
 
 
-def separate_copy(qkv, row_order):
-    """The three nn.Linears that a fused projection stands for."""
-    linears = {role: nn.Linear(E, D, dtype=qkv.weight.dtype) for role in ROLES}
-    with torch.no_grad():
-        for name in ("weight", "bias"):
-            for role, rows in by_role(getattr(qkv, name), row_order).items():
-                getattr(linears[role], name).copy_(rows)
-    return linears
-
-
-def naive_norm(y, gain, norm, eps=1e-6):
-    y = y.double()
-    centred = y - y.mean(-1, keepdim=True) if norm == "layer" else y
-    return gain.double() * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
 @ROW_ORDERS
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_qk_norm_equals_its_naive_twin(norm, row_order):
@@ -72,7 +56,9 @@ def test_qk_norm_equals_its_naive_twin(norm, row_order):
                 (model.get_submodule(role), getattr(model, role)(x)[..., rows], getattr(stock, role)(x)[..., rows]),
             ):
                 gain = projection.get_submodule(f"{role}_norm").weight
-                torch.testing.assert_close(ours, naive_norm(theirs, gain, norm), rtol=1e-12, atol=1e-12)
+                centred = theirs - theirs.mean(-1, keepdim=True) if norm == "layer" else theirs
+                expected = gain * centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(fused["v"], plain["v"])
     assert type(model.v) is nn.Linear
     assert isinstance(model.qkv.q_norm, (nn.LayerNorm, nn.RMSNorm)), "what `norm_decay_mult` looks for"
@@ -112,9 +98,12 @@ def test_fused_spectral_norm_trains_as_three_of_torchs(row_order):
             outputs = by_role(super().forward(x).movedim(-1, 0), row_order)
             return torch.cat(list(outputs.values())).movedim(0, -1)
 
-    separate = Separate({role: spectral_norm(m) for role, m in separate_copy(fused, row_order).items()})
+    separate = Separate({role: nn.Linear(E, D, dtype=torch.float64) for role in ROLES})
+    for name in ("weight", "bias"):
+        for role, rows in by_role(getattr(fused, name).detach(), row_order).items():
+            getattr(separate[role], name).data.copy_(rows)
     for p, role in enumerate(ROLES):
-        theirs = separate[role].parametrizations.weight[0]
+        theirs = spectral_norm(separate[role]).parametrizations.weight[0]
         theirs._u.copy_(fused.left[p])
         theirs._v.copy_(fused.right[p])
 

@@ -5,6 +5,7 @@ gradients; Adafactor scales its step by the size of the parameter, so there it f
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     C = {"qkv.weight": ours.qkv.correction_matrix()}
     fold(shifted)
     optimizers = [
-        make_optimizer(ours.parameters(), 0.0 if decay is None else DECAY),
-        make_optimizer(shifted.parameters(), 0.0),
+        make_optimizer(ours.parameters(), weight_decay=0.0 if decay is None else DECAY),
+        make_optimizer(shifted.parameters(), weight_decay=0.0),
     ]
     averages = [ExponentialMovingAverage(model, momentum=0.1) for model in (ours, shifted)]
     clipped = []
@@ -76,12 +77,8 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     return difference
 
 
-def sgd(parameters, weight_decay):
-    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=weight_decay)
-
-
-def adamw(parameters, weight_decay):
-    return torch.optim.AdamW(parameters, lr=LR, weight_decay=weight_decay)
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
+adamw = functools.partial(torch.optim.AdamW, lr=LR)
 
 
 @pytest.mark.parametrize("conditioning", [None, IdentityCorrection(dict(q=1.0, v=10.0), "head")])
@@ -91,18 +88,14 @@ def test_training_equals_training_the_shifted_weight(optimizer, decay, clip, con
     assert largest_difference(optimizer, decay, clip, conditioning) < 1e-12
 
 
-def adafactor(parameters, weight_decay):
-    """Its step is multiplied by the root mean square of the parameter, which C changes."""
-    return torch.optim.Adafactor(parameters, lr=0.01, weight_decay=weight_decay)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "conditioning"),
     [
         # Decay of W + C towards 0 instead of C ends elsewhere.
-        (lambda parameters, _: sgd(parameters, DECAY), None),
-        (lambda parameters, _: adamw(parameters, DECAY), None),
-        (adafactor, None),
+        (lambda parameters, weight_decay: sgd(parameters, weight_decay=DECAY), None),
+        (lambda parameters, weight_decay: adamw(parameters, weight_decay=DECAY), None),
+        # Its step is multiplied by the root mean square of the parameter, which C changes.
+        (functools.partial(torch.optim.Adafactor, lr=0.01), None),
         # The gradient is s times that of the shifted weight: another learning rate.
         (sgd, IdentityCorrection(1.0, preserve_norm=0.1)),
     ],

@@ -204,23 +204,18 @@ def count_spikes(losses: Sequence[float]) -> int:
 
 
 def swap_and_tune(
-    checkpoint: dict,
-    train_data: ImageSet,
-    test_data: ImageSet,
-    kernel: str,
-    num_features: int | None,
-    seed: int,
-    runs: Sequence[tuple[str, float]],
-    *,
-    study: str,
-    epochs: int,
-    **kwargs,
+    args: argparse.Namespace, data: list[ImageSet], kernel: str, num_features: int | None, seed: int, runs: list[tuple]
 ) -> Iterator[SwapRow]:
     """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``.
 
     It is calibrated on augmented images where the kernel allows. A run has diverged when it ends in a loss that is not
     finite, or (median of the last steps) worse than guessing.
     """
+    checkpoint, (train_data, test_data) = torch.load(args.checkpoint, weights_only=True), data
+    options = dict(epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
+    if args.command == "sweep":
+        # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
+        options |= dict(max_norm=None, warmup=0.5)
     cfg = KERNELS[kernel] and dict(KERNELS[kernel], num_features=num_features, seed=seed)
     prepared = load_softmax(checkpoint, cfg)
     if kernel in FITS:
@@ -233,25 +228,19 @@ def swap_and_tune(
         reached = {}
 
         def evaluate(epoch: int, model=model, reached=reached) -> None:
-            if epoch in (1, epochs):
+            if epoch in (1, args.epochs):
                 reached[epoch] = accuracy(model, test_data)
 
         generator = torch.Generator().manual_seed(seed)
-        losses = train(model, train_data, epochs=epochs, lr=lr, generator=generator, after_epoch=evaluate, **kwargs)
+        losses = train(model, train_data, lr=lr, generator=generator, after_epoch=evaluate, **options)
         last = statistics.median(losses[-SPIKE_WINDOW:])
-        ends = (replaced, reached.get(1), reached.get(epochs), last, count_spikes(losses))
+        ends = (replaced, reached.get(1), reached.get(args.epochs), last, count_spikes(losses))
         lost = not math.isfinite(losses[-1]) or last > math.log(checkpoint["settings"]["num_classes"])
-        yield SwapRow(study, kernel, num_features, regime, lr, seed, *ends, lost)
-
-
-def append_row(row: SwapRow, path: Path) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([SwapRow._fields, row] if new else [row])
+        yield SwapRow(args.command, kernel, num_features, regime, lr, seed, *ends, lost)
 
 
 def read_rows(path: Path) -> list[SwapRow]:
-    """Read what :func:`append_row` wrote; no file is no rows."""
+    """Read what :func:`run_study` wrote; no file is no rows."""
     if not path.exists():
         return []
     read = dict(num_features=int, lr=float, seed=int, replaced=float, first_epoch=float, final=float)
@@ -383,13 +372,7 @@ def train_softmax(args: argparse.Namespace) -> None:
 
 
 def run_study(args: argparse.Namespace) -> None:
-    checkpoint = torch.load(args.checkpoint, weights_only=True)
-    train_data, test_data = load_images(args)
-    done = {row[:6] for row in read_rows(args.csv)}
-    options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
-    if args.command == "sweep":
-        # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
-        options |= dict(max_norm=None, warmup=0.5)
+    data, done = load_images(args), {row[:6] for row in read_rows(args.csv)}
     for seed, kernel in itertools.product(range(args.seeds), args.kernels):
         for m in [None] if kernel == "exact" else args.features:
             todo = [
@@ -398,8 +381,10 @@ def run_study(args: argparse.Namespace) -> None:
                 if (args.command, kernel, m, regime, lr, seed) not in done
             ]
             if todo:
-                for row in swap_and_tune(checkpoint, train_data, test_data, kernel, m, seed, todo, **options):
-                    append_row(row, args.csv)
+                for row in swap_and_tune(args, data, kernel, m, seed, todo):
+                    header = [] if args.csv.exists() else [SwapRow._fields]
+                    with args.csv.open("a", newline="") as file:
+                        csv.writer(file, lineterminator="\n").writerows([*header, row])
                     print(row, flush=True)
 
 

@@ -17,8 +17,8 @@ value that is not finite is no JSON: it is left out, and ``{name}_non_finite`` i
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from mmengine.dist import is_main_process
@@ -121,7 +121,7 @@ class ConditioningHook(Hook):
             return
         if "attention" in self.statistics:
             self._forward_handles = [
-                layer.register_forward_pre_hook(self._attention_hook(name), with_kwargs=True)
+                layer.register_forward_pre_hook(partial(self._measure_attention, name), with_kwargs=True)
                 for name, layer in self._attentions.items()
             ]
         if "gradient" in self.statistics:
@@ -191,19 +191,23 @@ class ConditioningHook(Hook):
                         self._scalars[f"{prefix}/kappa_{suffix}"] = found.kappa
         self._seconds += time.perf_counter() - start
 
-    def _attention_hook(self, name: str):
-        def measure(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            if f"conditioning/{name}/entropy" in self._scalars:
-                return  # gradient checkpointing runs the forward pass twice
-            start = time.perf_counter()
-            with torch.no_grad(), _evaluating(layer):
+    def _measure_attention(self, name: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        if f"conditioning/{name}/entropy" in self._scalars:
+            return  # gradient checkpointing runs the forward pass twice
+        start = time.perf_counter()
+        training = {part: part.training for part in layer.modules()}
+        for part in training:
+            part.training = False  # else it changes state, such as the vectors of a power iteration
+        try:
+            with torch.no_grad():
                 tokens = args[0] if args else next(iter(kwargs.values()))
                 found = saturation(layer.attention_logits(self._part(layer, tokens)))
-            for statistic in ("entropy", "relative_entropy", "largest_logit"):
-                self._scalars[f"conditioning/{name}/{statistic}"] = getattr(found, statistic)
-            self._seconds += time.perf_counter() - start
-
-        return measure
+        finally:
+            for part, mode in training.items():
+                part.training = mode
+        for statistic in ("entropy", "relative_entropy", "largest_logit"):
+            self._scalars[f"conditioning/{name}/{statistic}"] = getattr(found, statistic)
+        self._seconds += time.perf_counter() - start
 
     def _part(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         B, N = tokens.shape[:2]
@@ -238,16 +242,3 @@ class ConditioningHook(Hook):
             values = [value for key, value in finite.items() if key.endswith(ending)]
             if values:
                 runner.message_hub.update_scalar(f"train/{name}", reduce(values))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Keep a measurement from changing state, such as the vectors of a power iteration."""
-    training = {part: part.training for part in module.modules()}
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, mode in training.items():
-            part.training = mode
