@@ -6,6 +6,7 @@ import torch
 from mmdet.registry import MODELS as mmdet_models
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
+from mmengine.runner import EpochBasedTrainLoop
 from torch import nn
 
 from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
@@ -350,7 +351,9 @@ def test_mask_rcnn_of_80_classes_fills_one_of_2():
 
 
 class RunnerOf:
-    """What the hook sees of a Runner."""
+    """What the hook sees of a Runner that trains."""
+
+    _train_loop = object.__new__(EpochBasedTrainLoop)
 
     def __init__(self, model, resume=False):
         self.model, self._resume, self._load_from = model, resume, "file.pth"
