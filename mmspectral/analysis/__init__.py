@@ -27,15 +27,14 @@ _NAMES = {
         "ProjectionCondition",
         "Spectrum",
         "attention_projections",
-        "plot_projection_conditions",
         "projection_conditions",
         "spectrum",
         "spread",
     ),
-    "report_page": ("render_report", "verdict"),
+    "report_page": ("plot_projection_conditions", "render_report", "verdict"),
     "run_logs": ("kappa_history", "last_checkpoint", "last_metrics", "run_config", "training_curves"),
     "saturation": ("largest_scale", "probe_backbone", "saturation_rows", "saturation_table"),
     "stock_twins": ("FAMILIES", "DenseBackbone"),
-    "tables": ("write_csv",),
+    "tables": ("markdown_table", "write_csv"),
 }
 __getattr__, __all__ = lazy_names(__name__, _NAMES)

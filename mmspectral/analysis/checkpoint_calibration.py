@@ -36,10 +36,7 @@ def calibrate_checkpoint(
     force: bool = False,
     **options,
 ) -> list[LayerCalibration]:
-    """Write what a checkpoint has of the config's model, and calibrated kernels.
-
-    The file loads by ``load_from`` and by ``init_cfg`` into models with the same
-    ``kernel``. Its draws are the first ones of the config's seed, unless the source has others.
+    """Write what a checkpoint has of the config's model, and calibrated kernels, for models with the same ``kernel``.
 
     Args:
         cfg: Config of a detector or classifier whose backbone has a ``kernel``.
@@ -66,9 +63,7 @@ def calibrate_checkpoint(
         state = model.cpu().state_dict()
         # What neither the file nor calibration gave, such as another head, is random and no part of the result.
         kernels = tuple(f"{name}." for name in calibratable_kernels(model))
-        tensors = {
-            name: tensor for name, tensor in state.items() if name in weights.tensors or name.startswith(kernels)
-        }
+        tensors = {name: t for name, t in state.items() if name in weights.tensors or name.startswith(kernels)}
         meta = {"meta": loaded["meta"]} if isinstance(loaded, Mapping) and "meta" in loaded else {}
         write_checkpoint(dict(state_dict=Weights(tensors, state._metadata).state_dict(), **meta), target, force)
     except (ValueError, OSError) as error:
@@ -88,12 +83,7 @@ def checkpoint_inputs(
 ) -> dict[str, AttentionInputs]:
     """Return the queries, keys and values of a checkpoint's softmax attention on the config's data, by kernel.
 
-    Args:
-        num_tokens: Tokens kept of each image, at most.
-        cfg: As for :func:`calibrate_checkpoint`; so the others.
-
-    Raises:
-        UsageError: As for :func:`calibrate_checkpoint`.
+    Arguments and errors are those of :func:`calibrate_checkpoint`; at most ``num_tokens`` of each image are kept.
     """
     try:
         model, _, _ = _load(cfg, source)

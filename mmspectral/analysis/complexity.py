@@ -11,8 +11,6 @@ d and e channels of keys and values, m features, R rows of the folded features.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
@@ -30,13 +28,7 @@ from mmspectral.ops.random_features.causal import CHUNK
 
 @dataclass(frozen=True)
 class Complexity:
-    """What one part of a model costs for one input.
-
-    Args:
-        parameters: Their elements.
-        multiply_adds: Of the forward pass.
-        activations: Elements that convolutions and products put out.
-    """
+    """Elements of the parameters, multiply-adds of a forward pass, elements that convolutions and products put out."""
 
     parameters: int
     multiply_adds: int
@@ -45,15 +37,10 @@ class Complexity:
 
 @dataclass(frozen=True)
 class ModelComplexity:
-    """What a model costs for one input, as a whole and by part.
+    """What a model costs for one input [B, C, H, W], as a whole and by child module.
 
-    Args:
-        input_shape: Of the input [B, C, H, W].
-        total: Of the whole.
-        parts: Of each child module that costs anything, and under ``"rest"``
-            what the model does outside of calls of its children, if anything.
-        operators: Multiply-adds by operator.
-        uncounted: How often each operator ran that counts 0.
+    Under ``"rest"`` stands what the model does outside of calls of its children. ``operators`` are
+    multiply-adds by operator, ``uncounted`` says how often each operator ran that counts 0.
     """
 
     input_shape: tuple[int, ...]
@@ -120,18 +107,28 @@ def count_complexity(model: nn.Module, inputs: Tensor) -> ModelComplexity:
         model: Anything that takes one tensor.
         inputs: What it takes, such as [B, C, H, W].
     """
-    with torch.no_grad(), _attention_in_parts():
-        flops = FlopAnalyzer(model, inputs).set_op_handle(**_PRODUCTS)
-        activations = ActivationAnalyzer(model, inputs)
-        activations.set_op_handle(**dict.fromkeys(("aten::mm", *_PRODUCTS), generic_activation_jit()))
-        for analyzer in (flops, activations):
-            analyzer.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    # Torch's multi-head attention must not run as one operator, of which nothing would be counted.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return _count(model, inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
-        def cost(name: str) -> Complexity:
-            parameters = sum(p.numel() for p in model.get_submodule(name).parameters())
-            return Complexity(parameters, flops.total(name), activations.total(name))
 
-        total, parts = cost(""), {name: cost(name) for name, _ in model.named_children()}
+@torch.no_grad()
+def _count(model: nn.Module, inputs: Tensor) -> ModelComplexity:
+    flops = FlopAnalyzer(model, inputs).set_op_handle(**_PRODUCTS)
+    activations = ActivationAnalyzer(model, inputs)
+    activations.set_op_handle(**dict.fromkeys(("aten::mm", *_PRODUCTS), generic_activation_jit()))
+    for analyzer in (flops, activations):
+        analyzer.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+
+    def cost(name: str) -> Complexity:
+        parameters = sum(p.numel() for p in model.get_submodule(name).parameters())
+        return Complexity(parameters, flops.total(name), activations.total(name))
+
+    total, parts = cost(""), {name: cost(name) for name, _ in model.named_children()}
     fields = Complexity.__dataclass_fields__
     parts["rest"] = Complexity(*(getattr(total, f) - sum(getattr(part, f) for part in parts.values()) for f in fields))
     parts = {name: part for name, part in parts.items() if part != Complexity(0, 0, 0)}
@@ -155,14 +152,3 @@ def count_config(cfg: Config, shape: tuple[int, int], seed: int = 0) -> ModelCom
     data = model.data_preprocessor(dict(inputs=[image], data_samples=[sample]))
     model.forward = partial(model.forward, data_samples=data["data_samples"])
     return count_complexity(model, data["inputs"])
-
-
-@contextmanager
-def _attention_in_parts() -> Iterator[None]:
-    """Keep torch's multi-head attention from running as one operator, of which nothing would be counted."""
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)

@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +12,13 @@ from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, DefaultScope
 from torch import Tensor, nn
 
-from mmspectral import ops
 from mmspectral.analysis.jacobian import HeadJacobian, JacobianSettings, head_jacobian, xca_temperature
-from mmspectral.analysis.projections import AttentionProjection, attention_projections
+from mmspectral.analysis.projections import (
+    AttentionProjection,
+    ProjectionCondition,
+    attention_projections,
+    projection_conditions,
+)
 from mmspectral.analysis.run_logs import Curve, kappa_history, training_curves
 from mmspectral.checkpoints import load_backbone
 from mmspectral.errors import UsageError
@@ -28,13 +31,9 @@ DEFAULT_PROBE_LENGTH = 196  # 224-pixel images in patches of 16
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure.
+    """A model to measure: its config, and paths or URLs of trained weights, oldest first.
 
-    Args:
-        name: Of its config.
-        cfg: Its config.
-        checkpoints: Paths or URLs of trained weights, oldest first.
-        work_dir: Folder of its run; None takes that of the last checkpoint.
+    ``work_dir`` is the folder of its run; None takes that of the last checkpoint.
     """
 
     name: str
@@ -49,40 +48,15 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class ProjectionSpectrum:
-    """Singular values of one projection of one layer, largest first.
-
-    Args:
-        layer: Module name of the (fused or separate) projection.
-        role: ``"q"``, ``"k"`` or ``"v"``.
-        without: Of W; for scope ``head`` those of the head with the largest kappa.
-        with_: Of W + C likewise; None where the model has no correction.
-        kappa_without: kappa(W), infinite for a rank-deficient matrix.
-        kappa_with: kappa(W + C), or None.
-    """
-
-    layer: str
-    role: str
-    without: Tensor
-    with_: Tensor | None
-    kappa_without: float
-    kappa_with: float | None
-
-
-@dataclass(frozen=True)
 class ModelState:
     """Everything that the report shows of one state of one model.
 
-    Args:
-        label: Name of the state.
-        spectra: One for each projection, in module order.
-        saturations: By attention layer and probe correlation.
-        jacobians: By ``"W"`` and ``"W + C"``; empty if none was asked for.
-        stock: Whether the model is the stock twin.
+    Spectra are in module order, saturations by attention layer and probe correlation, Jacobians (if
+    asked for) by ``"W"`` and ``"W + C"``; ``stock`` says that the model is the twin.
     """
 
     label: str
-    spectra: list[ProjectionSpectrum]
+    spectra: list[ProjectionCondition]
     saturations: dict[tuple[str, float], Saturation]
     jacobians: dict[str, HeadJacobian]
     stock: bool = False
@@ -106,12 +80,8 @@ class RunLog:
 class ReportData:
     """What goes into a report.
 
-    Args:
-        title: Heading of the page.
-        facts: Names and values for the head of the page.
-        states: States of the conditioned model, then of its stock twin.
-        logs: Of the runs whose folders are known, by ``"conditioned"`` and ``"stock twin"``.
-        jacobian: Settings of the Jacobian section; None leaves it out.
+    States are those of the conditioned model, then of its stock twin; logs are by ``"conditioned"`` and
+    ``"stock twin"``; ``jacobian`` None leaves out that section.
     """
 
     title: str
@@ -154,7 +124,7 @@ def collect_report(
                     load_backbone(model, checkpoint)
                 states.append(measure(model, prefix + label, scopes, jacobian, stock=one is twin))
             except ValueError as error:
-                raise UsageError(str(error)) from error
+                raise UsageError(f"{prefix}{label}: {error}") from error
     folders = {"conditioned": subject.run_folder(), "stock twin": twin.run_folder()}
     return ReportData(
         title=f"Conditioning report: {Path(subject.name).stem}",
@@ -174,9 +144,15 @@ def collect_report(
 def build_model(cfg: Config, seed: int) -> nn.Module:
     """Build and initialise the config's model from ``seed``, without mmengine's list of every parameter."""
     torch.manual_seed(seed)
-    with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")), _without_initialisation_log():
-        model = MODELS.build(copy.deepcopy(cfg.model))
-        model.init_weights()
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
+            model = MODELS.build(copy.deepcopy(cfg.model))
+            model.init_weights()
+    finally:
+        logger.setLevel(level)
     return model.eval()
 
 
@@ -200,50 +176,20 @@ def measure(
     Args:
         model: The model that the report is about, or its stock twin.
         label: Name of the state.
-        scopes: Scope of each projection of the conditioned model by name, so
-            that a twin is measured by the same matrices.
+        scopes: See :func:`projection_conditions`.
         jacobian: Which Jacobian to take, if any.
         stock: Whether this is the twin.
 
     Raises:
         ValueError: The model lacks one of the projections.
     """
-    projections = attention_projections(model)
-    missing = [name for name in scopes if name not in projections]
-    if missing:
-        raise ValueError(
-            f"{label}: the model has no attention projection {', '.join(missing[:4])}; the twin must be the same "
-            "architecture without conditioning."
-        )
-    chosen = {name: projections[name] for name in scopes}
     return ModelState(
         label,
-        [row for name, projection in chosen.items() for row in _spectra(projection, scopes[name])],
+        projection_conditions(model, scopes),
         _saturations(model),
-        _jacobians(model, chosen, jacobian) if jacobian else {},
+        _jacobians(model, jacobian) if jacobian else {},
         stock,
     )
-
-
-def _spectra(projection: AttentionProjection, scope: str) -> Iterator[ProjectionSpectrum]:
-    weight, corrected = projection.matrices()
-    layout = projection.layout
-    without = layout.split(weight, scope)
-    with_ = None if corrected is weight else layout.split(corrected, scope)
-    for i, role in enumerate(layout.roles):
-        sigma, kappa = _worst(without[i])
-        corrected_sigma, corrected_kappa = (None, None) if with_ is None else _worst(with_[i])
-        yield ProjectionSpectrum(projection.name, role, sigma, corrected_sigma, kappa, corrected_kappa)
-
-
-def _worst(matrices: Tensor) -> tuple[Tensor, float]:
-    """Return singular values and kappa of a matrix, or of the worst of a stack of heads."""
-    sigma = ops.singular_values(matrices)
-    kappa = ops.condition_number_of(sigma, matrices.shape)
-    if kappa.dim():
-        worst = kappa.argmax()
-        kappa, sigma = kappa[worst], sigma[worst]
-    return sigma, kappa.item()
 
 
 def _saturations(model: nn.Module) -> dict[tuple[str, float], Saturation]:
@@ -258,20 +204,28 @@ def _saturations(model: nn.Module) -> dict[tuple[str, float], Saturation]:
     return found
 
 
-def _jacobians(
-    model: nn.Module, projections: Mapping[str, AttentionProjection], settings: JacobianSettings
-) -> dict[str, HeadJacobian]:
+def _jacobians(model: nn.Module, settings: JacobianSettings) -> dict[str, HeadJacobian]:
     heads: dict[str, dict[str, Tensor]] = {"W": {}, "W + C": {}}
-    for name, projection in projections.items():
-        if _parent(name) == settings.layer:
-            weight, corrected = projection.matrices()
-            for kind, matrix in (("W", weight), ("W + C", corrected)):
-                blocks = projection.layout.split(matrix, "head")  # [P, h, d, D]
-                heads[kind].update(zip(projection.layout.roles, blocks[:, 0], strict=True))
+    for projection in _by_layer(model)[settings.layer]:
+        for kind, matrix in zip(heads, projection.matrices(), strict=True):
+            blocks = projection.layout.split(matrix, "head")  # [P, h, d, D]
+            heads[kind].update(zip(projection.layout.roles, blocks[:, 0], strict=True))
+    if all(torch.equal(W, heads["W + C"][role]) for role, W in heads["W"].items()):
+        del heads["W + C"]
     temperature = xca_temperature(model.get_submodule(settings.layer))
-    same = all(torch.equal(heads["W"][role], heads["W + C"][role]) for role in heads["W"])
-    kinds = ("W",) if same else ("W", "W + C")
-    return {kind: head_jacobian(heads[kind], settings, temperature) for kind in kinds}
+    return {kind: head_jacobian(matrices, settings, temperature) for kind, matrices in heads.items()}
+
+
+def _by_layer(model: nn.Module) -> dict[str, list[AttentionProjection]]:
+    """Return the projections of the attention layers of which q, k and v are known, by the name of the layer."""
+    layers: dict[str, list[AttentionProjection]] = {}
+    for name, projection in attention_projections(model).items():
+        layers.setdefault(name.rpartition(".")[0], []).append(projection)
+    return {
+        layer: found
+        for layer, found in layers.items()
+        if {role for projection in found for role in projection.layout.roles} == {"q", "k", "v"}
+    }
 
 
 def _build(subject: Subject, seed: int) -> nn.Module:
@@ -286,10 +240,7 @@ def _build(subject: Subject, seed: int) -> nn.Module:
 
 def _choose_layer(model: nn.Module, settings: JacobianSettings) -> JacobianSettings | None:
     """Fill in the first layer of which q, k and v are known; None if there is none."""
-    roles: dict[str, set[str]] = {}
-    for name, projection in attention_projections(model).items():
-        roles.setdefault(_parent(name), set()).update(projection.layout.roles)
-    layers = [layer for layer, found in roles.items() if found == {"q", "k", "v"}]
+    layers = list(_by_layer(model))
     if settings.layer and settings.layer not in layers:
         raise UsageError(
             f"The Jacobian cannot be taken of {settings.layer!r}; choose one of {', '.join(layers) or 'no layer'}."
@@ -304,10 +255,6 @@ def _labels(checkpoints: Sequence[str]) -> list[str]:
     return ["initialisation", *(names if unique else checkpoints)]
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _without_conditioning(settings):
     """Set every ``conditioning`` and ``*_conditioning`` in nested settings to None."""
     if isinstance(settings, dict):
@@ -317,14 +264,3 @@ def _without_conditioning(settings):
     elif isinstance(settings, Sequence) and not isinstance(settings, str):
         return type(settings)(map(_without_conditioning, settings))
     return settings
-
-
-@contextmanager
-def _without_initialisation_log() -> Iterator[None]:
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

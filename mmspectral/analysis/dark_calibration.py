@@ -80,7 +80,14 @@ class Moments(NamedTuple):
 
 def query_key_moments(q: Tensor, k: Tensor, shared: bool = False) -> Moments:
     """Measure the moments of q [B, h, N, d] and k [B, h, L, d], of each head or (``shared``) of all together."""
-    return Moments(*_moments(q, shared), *_moments(k, shared))
+    moments = []
+    for x in (q, k):
+        x = x.double().transpose(0, 1).flatten(0 if shared else 1, 2)  # [h, B n, d] or [h B n, d]
+        x = x.view(-1, *x.shape[-2:])
+        mean = x.mean(1)
+        centred = x - mean[:, None]
+        moments += [mean, centred.mT @ centred / x.shape[1]]
+    return Moments(*moments)
 
 
 def effective_rank(covariance: Tensor) -> Tensor:
@@ -110,14 +117,6 @@ def covariance_family(
             yield f"s = {s:g}, a = {a:g}", s * M
 
 
-def _moments(x: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    x = x.double().transpose(0, 1).flatten(0 if shared else 1, 2)  # [h, B n, d] or [h B n, d]
-    x = x.view(-1, *x.shape[-2:])
-    mean = x.mean(1)
-    centred = x - mean[:, None]
-    return mean, centred.mT @ centred / x.shape[1]
-
-
 @dataclass(frozen=True)
 class Fit:
     """How M is fitted to the output error: by Adam, with other sequences and draws in each step.
@@ -135,7 +134,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedGeometry(Geometry):
-    """A geometry, how it was chosen and what it is worth on tokens that fitting has not seen, though the choice has.
+    """A geometry and what it is worth on tokens that fitting has not seen, though the choice has.
 
     Args:
         choice: What was best, s and a or "fitted" [H].
@@ -175,10 +174,8 @@ def calibrate_geometry(
     Candidates are s (I + a Lambda)^(-1/2) for all s and a, Lambda being the mean
     covariance of queries and keys, and a fitted M that starts from the best of
     them. Fitting sees some sequences (of a single one: every other query),
-    measurements are on the others, with other draws.
-
-    A step of fitting costs a forward and backward pass of the attention over one
-    sequence, or several short ones; of long sequences a random part of the tokens will do.
+    measurements are on the others, with other draws. A step of fitting is one
+    of the attention over one sequence, or several short ones.
 
     Args:
         q: [B, h, N, d].
@@ -200,7 +197,7 @@ def calibrate_geometry(
         ValueError: Something is not finite.
     """
     q, k = q.float(), k.float()
-    v = _probes(k, seed) if v is None else v.float()
+    v = torch.randn(k.shape, generator=torch.Generator().manual_seed(seed)).to(k.device) if v is None else v.float()
     if not all(t.isfinite().all() for t in (q, k, v)):
         raise ValueError("the queries, keys or values to calibrate with are not finite; look for where they come from.")
     d = q.shape[-1]
@@ -307,7 +304,3 @@ def _split(sample: Sample) -> tuple[Sample, Sample]:
         return Sample(*(t[:fitted] for t in sample)), Sample(*(t[fitted:] for t in sample))
     even, odd = (sample._replace(q=sample.q[:, :, i::2], exact=sample.exact[:, :, i::2]) for i in (0, 1))
     return even, odd
-
-
-def _probes(k: Tensor, seed: int) -> Tensor:
-    return torch.randn(k.shape, generator=torch.Generator().manual_seed(seed)).to(k.device)

@@ -20,13 +20,9 @@ from mmspectral.ops.conditioning.jacobian import (
 
 @dataclass(frozen=True)
 class JacobianSettings:
-    """Where and on what the Jacobian is taken; its matrix has N d rows and 3 D d columns.
+    """Of which layer, on how many probe tokens N and over at most how many dimensions d of its first head.
 
-    Args:
-        layer: Module name of the attention layer.
-        num_tokens: Probe tokens N.
-        head_dims: Largest number d of dimensions taken of the first head.
-        correlation: Correlation of two probe tokens.
+    The Jacobian has N d rows and 3 D d columns; ``correlation`` is that of two tokens.
     """
 
     layer: str
@@ -37,14 +33,9 @@ class JacobianSettings:
 
 @dataclass(frozen=True)
 class HeadJacobian:
-    """Condition of the Jacobian of one head with given weights.
+    """Condition of J of the dot-product attention of Theorem 3.3 with its bound, over ``dims`` dimensions of the head.
 
-    Args:
-        dims: Dimensions d of the head that were taken.
-        condition: Of J of the dot-product attention of Theorem 3.3.
-        bound: The factors of Theorem 3.4 for it.
-        cross_covariance: Of J of the cross-covariance attention that the layer
-            computes; None for other layers.
+    ``cross_covariance`` is that of the cross-covariance attention that the layer computes; None for other layers.
     """
 
     dims: int

@@ -1,17 +1,15 @@
 """Calibrate every attention over random features of a model on images: M, proposal and shift.
 
 Queries, keys and values are those of the model with exact softmax in all
-layers, whatever its kernels are set to: these are the statistics that
-pretrained weights have, and what the features are to approximate. So the result does
-not depend on the order of layers, and errors of one layer are not fitted by the next.
+layers, which is what pretrained weights have and what the features are to
+approximate: errors of one layer are not fitted by the next.
 """
 
 import itertools
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,23 +28,16 @@ from mmspectral.analysis.dark_calibration import (
     calibrate_geometry,
     query_key_moments,
 )
+from mmspectral.analysis.tables import markdown_table
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention, theorem_3_2_proposal
 
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What calibration found in one attention layer; numbers are medians over its heads.
+    """What calibration found for one kernel: medians over the heads of what a :class:`CalibratedGeometry` has.
 
-    Args:
-        layer: Name of the kernel's module.
-        num_features: m.
-        effective_rank: exp(entropy) of the eigenvalues of the covariance of queries
-            and keys: d where it is isotropic, 1 where one direction has all.
-        condition: Condition number of that covariance.
-        error_before: Relative error of the attention output against exact softmax with M = I.
-        error_after: With what was chosen.
-        choice: Which M were chosen, and for how many heads.
+    ``choice`` says which M were chosen, and for how many heads.
     """
 
     layer: str
@@ -127,7 +118,10 @@ def calibrate_model(
             raise ValueError(f"{names[0]}: {error}") from error
         for name in names:
             found[name] = _row(name, kernels[name].num_features, geometry)
-            _set(kernels[name], geometry)
+            M = geometry.M if kernels[name].geometry else None
+            if kernels[name].geometry == "temperature":
+                M = M.diagonal(dim1=1, dim2=2).mean(-1)  # [h]
+            kernels[name].set_geometry(M, geometry.proposal, None if kernels[name].shift is None else geometry.shift)
     return [found[name] for name in kernels]
 
 
@@ -150,13 +144,10 @@ def gather_inputs(
         if name in parts:
             if any(option is not None and option is not False for option in (*args[3:], *kwargs.values())):
                 raise ValueError(f"{name} is called with a mask or causally, on which nothing can be calibrated.")
-            parts[name].append(subset(*args[:3]))
+            queries, keys = (torch.randperm(x.shape[2], generator=generator)[:num_tokens] for x in args[:2])
+            chosen = zip(args[:3], (queries, keys, keys), strict=True)
+            parts[name].append(AttentionInputs(*(x[:, :, tokens.to(x.device)].float().cpu() for x, tokens in chosen)))
         return softmax_attention(*args, **kwargs, scale=kernel.scale)
-
-    def subset(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-        queries, keys = (torch.randperm(x.shape[2], generator=generator)[:num_tokens] for x in (q, k))
-        chosen = ((q, queries), (k, keys), (v, keys))
-        return AttentionInputs(*(x[:, :, tokens.to(x.device)].float().cpu() for x, tokens in chosen))
 
     training = model.training
     handles = [
@@ -179,17 +170,14 @@ def gather_inputs(
 
 def calibration_table(rows: Sequence[LayerCalibration]) -> str:
     """Return one line per layer, and the medians over layers of both errors."""
+    header = ("layer", "m", "effective rank", "condition", "error, M = I", "error, calibrated", "M (heads)")
     lines = [
-        "| layer | m | effective rank | condition | error, M = I | error, calibrated | M (heads) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.layer} | {row.num_features} | {row.effective_rank:.1f} | {row.condition:.3g} | "
-        f"{row.error_before:.3f} | {row.error_after:.3f} | {row.choice} |"
+        [row.layer, row.num_features, f"{row.effective_rank:.1f}", f"{row.condition:.3g}"]
+        + [f"{row.error_before:.3f}", f"{row.error_after:.3f}", row.choice]
         for row in rows
     ]
     before, after = (statistics.median(getattr(row, name) for row in rows) for name in ("error_before", "error_after"))
-    return "\n".join([*lines, f"| median | | | | {before:.3f} | {after:.3f} | |"])
+    return markdown_table(header, [*lines, ["median", "", "", "", f"{before:.3f}", f"{after:.3f}", ""]])
 
 
 def _calibrate(kernel: RandomFeatureKernel, sample: AttentionInputs, fit: Fit | None, seed: int) -> CalibratedGeometry:
@@ -220,15 +208,6 @@ def _with_theorem_3_2(
 
     error = approximation_error(attention, softmax_attention(q, k, v, scale=scale), range(2)).softmax
     return replace(geometry, error_after=error)
-
-
-def _set(kernel: RandomFeatureKernel, geometry: CalibratedGeometry) -> None:
-    M = geometry.M
-    if kernel.geometry == "temperature":
-        M = M.diagonal(dim1=1, dim2=2).mean(-1)  # [h]
-    kernel.set_geometry(
-        M if kernel.geometry else None, geometry.proposal, None if kernel.shift is None else geometry.shift
-    )
 
 
 def _row(name: str, num_features: int, geometry: CalibratedGeometry) -> LayerCalibration:
@@ -266,8 +245,16 @@ def calibration_batches(loader: DataLoader, num_batches: int, batch_size: int, s
         raise ValueError("the data set to calibrate on is empty.")
     sampler = RandomSampler(loader.dataset, generator=torch.Generator().manual_seed(seed))
     batches = DataLoader(loader.dataset, batch_size, sampler=sampler, collate_fn=loader.collate_fn)
-    with _random_numbers(seed):
-        return list(itertools.islice(batches, num_batches))
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that transforms draw from
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - as above
+        try:
+            return list(itertools.islice(batches, num_batches))
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
 def see(model: BaseModel, batch: dict | tuple | list) -> None:
@@ -277,16 +264,3 @@ def see(model: BaseModel, batch: dict | tuple | list) -> None:
         model.extract_feat(data["inputs"])  # without heads, which may need ops or boxes that are not there
     else:
         model._run_forward(data, mode="tensor")
-
-
-@contextmanager
-def _random_numbers(seed: int) -> Iterator[None]:
-    """Seed python, numpy and torch on the CPU, and leave them as they were."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that transforms draw from
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - as above
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 - as above

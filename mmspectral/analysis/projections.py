@@ -1,8 +1,8 @@
 """The q, k and v projections of a model, conditioned or not: singular values and condition numbers."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,20 @@ from mmspectral.ops import ProjectionLayout
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Extreme singular values of one projection.
+    """Singular values of one projection.
 
     Args:
         sigma_max: The largest; for scope ``head`` over all heads.
         sigma_min: The smallest likewise.
         kappa: sigma_max / sigma_min; for scope ``head`` the worst head's.
             Infinite for a rank-deficient matrix, nan for one that is not finite.
+        sigma: All of the matrix with that kappa, largest first; empty where it is not finite.
     """
 
     sigma_max: float
     sigma_min: float
     kappa: float
+    sigma: Tensor = field(compare=False, repr=False)
 
     @property
     def rank_deficient(self) -> bool:
@@ -35,13 +37,9 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class AttentionProjection:
-    """One fused or separate projection of an attention layer.
+    """One projection of an attention layer: a module, or a parameter [P * D, E] of an ``nn.MultiheadAttention``.
 
-    Args:
-        name: Module name, or that of the parameter in an ``nn.MultiheadAttention``.
-        module: The module that holds the weight.
-        layout: The rows of the weight.
-        parameter: The weight's name in the module; [P * D, E].
+    ``name`` is that of the module or of the parameter; ``layout`` says what the rows are.
     """
 
     name: str
@@ -75,15 +73,15 @@ class AttentionProjection:
             return weight, weight
         return weight, getattr(folded, self.parameter).detach()
 
-    def spectra(self) -> dict[str, tuple[Spectrum, Spectrum]]:
-        """Return, per role, the spectra of W and of W + C, of the matrices that the scope is about.
+    def spectra(self, scope: str | None = None) -> dict[str, tuple[Spectrum, Spectrum]]:
+        """Return, per role, the spectra of W and of W + C, of the matrices of ``scope``, by default its own.
 
-        Cost: one singular value decomposition without vectors per role and
-        matrix, O(D^2 E) each; half of that without a correction.
+        Without a correction both are the same object. Cost: one singular value decomposition
+        without vectors per role and matrix, O(D^2 E) each; half of that without a correction.
         """
         before, after = self.matrices()
-        first = self._by_role(before)
-        second = first if after is before else self._by_role(after)
+        first = self._by_role(before, scope)
+        second = first if after is before else self._by_role(after, scope)
         return {role: (first[role], second[role]) for role in self.layout.roles}
 
     def gradient_norms(self) -> dict[str, float]:
@@ -94,22 +92,23 @@ class AttentionProjection:
         blocks = self.layout.split(gradient.detach().double())  # [P, D, E]
         return dict(zip(self.layout.roles, blocks.flatten(1).norm(dim=1).tolist(), strict=True))
 
-    def _by_role(self, weight: Tensor) -> dict[str, Spectrum]:
-        blocks = self.layout.split(weight, self.scope)  # [P, D, E] or [P, h, d, E]
+    def _by_role(self, weight: Tensor, scope: str | None) -> dict[str, Spectrum]:
+        blocks = self.layout.split(weight, scope or self.scope)  # [P, D, E] or [P, h, d, E]
         return dict(zip(self.layout.roles, map(spectrum, blocks), strict=True))
 
 
 @torch.no_grad()
 def spectrum(matrix: Tensor) -> Spectrum:
-    """Return the extreme singular values of [..., rows, columns], with the worst kappa of a batch.
+    """Return the spectrum of [..., rows, columns], with the worst kappa of a batch.
 
     kappa is infinite where :func:`mmspectral.ops.condition_number` says so.
     """
     if not matrix.isfinite().all():
-        return Spectrum(float("nan"), float("nan"), float("nan"))
+        return Spectrum(float("nan"), float("nan"), float("nan"), matrix.new_empty(0))
     sigma = ops.singular_values(matrix)
     kappa = ops.condition_number_of(sigma, matrix.shape)
-    return Spectrum(sigma[..., 0].max().item(), sigma[..., -1].min().item(), kappa.max().item())
+    worst = sigma.flatten(0, -2)[kappa.argmax()] if kappa.dim() else sigma
+    return Spectrum(sigma[..., 0].max().item(), sigma[..., -1].min().item(), kappa.max().item(), worst)
 
 
 def attention_projections(model: nn.Module) -> dict[str, AttentionProjection]:
@@ -152,86 +151,68 @@ def _stock_layouts(module: nn.Module) -> dict[str, ProjectionLayout]:
 
 
 def spread(names: Sequence[str], count: int) -> list[str]:
-    """Return at most ``count`` of ``names``, evenly spaced, with the first and the last.
-
-    Raises:
-        ValueError: ``count`` is less than 1.
-    """
+    """Return at most ``count`` of ``names``, evenly spaced, with the first and the last; ValueError below 1."""
     if count < 1:
         raise ValueError(f"at least one layer must be chosen, got {count}.")
-    if count >= len(names):
+    last = len(names) - 1
+    if count > last:
         return list(names)
-    if count == 1:
-        return [names[0]]
-    return [names[round(i * (len(names) - 1) / (count - 1))] for i in range(count)]
+    return [names[round(i * last / max(count - 1, 1))] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class ProjectionCondition:
-    """Condition numbers of one projection of one layer.
+    """Spectra of one projection of one layer.
 
     Args:
         layer: Module name of the (fused or separate) projection.
         role: ``"q"``, ``"k"`` or ``"v"``.
-        kappa_without: kappa(W), the largest over the heads for scope ``head``.
-        kappa_with: kappa(W + C) likewise.
+        without: Of W.
+        with_: Of W + C; None where nothing acts on the weight.
     """
 
     layer: str
     role: str
-    kappa_without: float
-    kappa_with: float
+    without: Spectrum
+    with_: Spectrum | None
+
+    @property
+    def kappa_without(self) -> float:
+        """kappa(W), the largest over the heads for scope ``head``."""
+        return self.without.kappa
+
+    @property
+    def kappa_with(self) -> float | None:
+        """kappa(W + C) likewise."""
+        return self.with_ and self.with_.kappa
 
 
 @torch.no_grad()
-def projection_conditions(model: nn.Module) -> list[ProjectionCondition]:
-    """Return the condition numbers of every conditioned projection, in float64.
+def projection_conditions(model: nn.Module, scopes: Mapping[str, str] | None = None) -> list[ProjectionCondition]:
+    """Return the spectra of the projections of a model, in float64.
 
-    The matrix is that of the correction's scope: the D x E projection for
-    ``full``, the worst d x E head block for ``head``. A rank-deficient one has
-    kappa = inf.
-    """
-    conditioned = conditioned_projections(model)
-    return [
-        ProjectionCondition(name, role, without.kappa, with_.kappa)
-        for name, projection in attention_projections(model).items()
-        if name in conditioned
-        for role, (without, with_) in projection.spectra().items()
-    ]
-
-
-def plot_projection_conditions(rows: list[ProjectionCondition], path: str, title: str = "") -> None:
-    """Draw one panel per role: kappa over the layers, without and with the correction, on a log axis.
+    The matrix is that of the scope: the D x E projection for ``full``, the
+    worst d x E head block for ``head``. A rank-deficient one has kappa = inf.
 
     Args:
-        rows: What :func:`projection_conditions` returned.
-        path: Picture to write; the suffix chooses the format.
-        title: Text above the panels.
+        model: Any model with attention.
+        scopes: Names of projections and the scope to measure each with, so that a
+            stock twin is measured by the same matrices; by default every conditioned one.
 
     Raises:
-        ValueError: There is nothing to draw.
+        ValueError: The model lacks one of the projections.
     """
-    if not rows:
-        raise ValueError("the model has no conditioned projection: build it with a `conditioning` dict.")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    roles = [role for role in "qkv" if any(row.role == role for row in rows)]
-    figure = Figure(figsize=(4 * len(roles), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(roles), sharey=True, squeeze=False)[0]
-    names = {"q": "query", "k": "key", "v": "value"}
-    for axis, role in zip(axes, roles, strict=True):
-        chosen = [row for row in rows if row.role == role]
-        layers = range(len(chosen))
-        axis.semilogy(layers, [row.kappa_without for row in chosen], "o-", color="#c44e52", label="W (as trained)")
-        axis.semilogy(layers, [row.kappa_with for row in chosen], "s-", color="#4c72b0", label="W + C")
-        axis.set_title(f"{names[role]} projection")
-        axis.set_xlabel("layer")
-        axis.set_xticks(list(layers)[:: max(1, len(chosen) // 12)])
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0].set_ylabel("condition number")
-    axes[0].legend()
-    if title:
-        figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    projections = attention_projections(model)
+    if scopes is None:
+        conditioned = conditioned_projections(model)
+        scopes = {name: each.scope for name, each in projections.items() if name in conditioned}
+    missing = [name for name in scopes if name not in projections]
+    if missing:
+        raise ValueError(
+            f"the model has no attention projection {', '.join(missing[:4])}; a twin must be the same architecture."
+        )
+    return [
+        ProjectionCondition(name, role, without, None if with_ is without else with_)
+        for name, scope in scopes.items()
+        for role, (without, with_) in projections[name].spectra(scope).items()
+    ]

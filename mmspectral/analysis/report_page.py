@@ -2,17 +2,21 @@
 
 import base64
 import io
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from mmspectral.analysis.conditioning_report import CORRELATIONS, ModelState, ReportData, RunLog
-from mmspectral.analysis.jacobian import HeadJacobian, JacobianSettings
+from mmspectral.analysis.jacobian import JacobianSettings
+from mmspectral.analysis.projections import ProjectionCondition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
+KINDS = {"without": "W", "with": "W + C"}
 # Okabe and Ito's colours, which people with colour-blindness tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 W, W_PLUS_C = dict(ls="--", marker="o", ms=4, mfc="none"), dict(ls="-", marker="s", ms=4)
@@ -24,17 +28,8 @@ GRADES = {"good": "✓ good", "even": "≈ equal", "bad": "✗ not good", "unkno
 HOOK = "custom_hooks=[dict(type='mmspectral.ConditioningHook', interval=100)]"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the verdict.
-
-    Args:
-        topic: What was compared.
-        ours: Its value for the conditioned model.
-        twin: For the stock twin.
-        grade: Key of ``GRADES``.
-        meaning: What follows, in one sentence.
-    """
+class Finding(NamedTuple):
+    """One line of the verdict: what was compared, both values, a key of ``GRADES``, and what follows in a sentence."""
 
     topic: str
     ours: str
@@ -45,11 +40,10 @@ class Finding:
 
 @dataclass
 class _Section:
-    anchor: str
     title: str
     paragraphs: list[str]
-    figures: list[tuple[str, str, str]] = field(default_factory=list)  # data URI, alternative text, caption
-    tables: list[tuple] = field(default_factory=list)  # caption, groups of columns, header, rows
+    figures: list[tuple[str, str]] = field(default_factory=list)  # data URI, caption
+    tables: list[tuple] = field(default_factory=list)  # caption, header, rows
     folded: bool = False
 
 
@@ -77,7 +71,7 @@ def format_number(value: float | None) -> str:
     if value is None:
         return "–"
     if not math.isfinite(value):
-        return "rank-deficient"
+        return "not finite" if math.isnan(value) else "rank-deficient"
     mantissa, exponent = f"{value:.2e}".split("e")
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{mantissa} × 10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
@@ -89,17 +83,16 @@ def _kappa_finding(ours: ModelState, twin: ModelState) -> Finding:
     topic = "Condition number κ of what the layers multiply by (largest)"
     if not pairs:
         return Finding(topic, "–", "–", "unknown", "No projection of this model has a correction on its weight.")
-    with_, without = (max(getattr(a, name) for a, _ in pairs) for name in ("kappa_with", "kappa_without"))
-    stock = max(b for _, b in pairs)
-    grade = "good" if with_ < 0.9 * stock else "bad" if with_ > 1.1 * stock else "even"
-    word = {"good": "better", "bad": "worse", "even": "as well"}[grade]
+    with_, without = (_largest(getattr(a, name) for a, _ in pairs) for name in ("kappa_with", "kappa_without"))
+    stock = _largest(b for _, b in pairs)
+    grade = "good" if with_ < 0.9 * stock else "bad" if not with_ <= 1.1 * stock else "even"
+    word = {"good": "better than", "bad": "worse than", "even": "as well or badly as"}[grade]
     return Finding(
         topic,
         f"{format_number(with_)} (W + C, {ours.label}); its W alone {format_number(without)}",
         f"{format_number(stock)} (W, {twin.label.removeprefix('stock twin, ')})",
         grade,
-        f"The projections are conditioned {word}{'' if grade != 'even' else ' or badly'} "
-        f"{'than' if grade != 'even' else 'as'} those of the stock twin.",
+        f"The projections are conditioned {word} those of the stock twin.",
     )
 
 
@@ -122,31 +115,26 @@ def _entropy_finding(ours: ModelState, twin: ModelState) -> Finding:
 def _run_findings(logs: Mapping[str, RunLog]) -> list[Finding]:
     curves = [logs[name].curves if name in logs else {} for name in ("conditioned", "stock twin")]
     metrics = dict.fromkeys(name for each in curves for name in each if name not in ("loss", "gradient norm"))
+    topics = {"gradient norm": "Gradient of W (median norm, last logged)", "loss": "Training loss (last logged)"}
+    topics |= {name: f"{METRICS.get(name, name)} (last validation)" for name in metrics or ["AP or accuracy"]}
     findings = []
-    for name in ("gradient norm", "loss", *(metrics or ["AP or accuracy"])):
+    for name, topic in topics.items():
         ends = [each[name][-1][1] if each.get(name) else None for each in curves]
         cells = [format_number(value) if value is not None else "not logged" for value in ends]
-        topic = {"gradient norm": "Gradient of W (median norm, last logged)", "loss": "Training loss (last logged)"}
-        topic = topic.get(name, f"{METRICS.get(name, name)} (last validation)")
         if None in ends:
             hint = f"train with {HOOK}" if name == "gradient norm" else "pass the folder of each run"
             findings.append(Finding(topic, *cells, "unknown", f"Nothing to compare: {hint}."))
             continue
         ratio = ends[0] / ends[1] if ends[1] else math.inf
+        text = f"{format_number(ratio)} times that of the stock twin."
         if name == "gradient norm":
             grade = "even" if 1 / 3 < ratio < 3 else "bad"
-            text = "Gradients have the size of those of the stock twin." if grade == "even" else (
-                f"Gradients are {format_number(max(ratio, 1 / ratio if ratio else math.inf))} times "
-                f"{'larger' if ratio > 1 else 'smaller'} than in the stock twin."
-            )  # fmt: skip
         elif name == "loss":
-            grade = "good" if ratio < 0.95 else "bad" if ratio > 1.05 else "even"
-            text = {"good": "Lower than that of the stock twin.", "bad": "Higher than that of the stock twin."}
-            text = text.get(grade, "Equal within 5 %.")
+            grade = "good" if ratio < 0.95 else "even" if ratio <= 1.05 else "bad"
         else:
             gap = ends[0] - ends[1]
             points = NOISE * (100 if max(ends) > 1 else 1)  # mmpretrain's accuracy is in percent
-            grade = "good" if gap > points else "bad" if gap < -points else "even"
+            grade = "good" if gap > points else "even" if gap >= -points else "bad"
             text = f"{gap:+.3f} against the stock twin, one run each: repeat over seeds before believing it."
         findings.append(Finding(topic, *cells, grade, text))
     return findings
@@ -171,61 +159,73 @@ def _glance(states: Sequence[ModelState]) -> _Section:
         row = [state.label]
         for role in ROLES:
             chosen = [r for r in state.spectra if r.role == role]
-            row.append(format_number(max((r.kappa_without for r in chosen), default=None)))
-            row.append(format_number(max((r.kappa_with for r in chosen if r.kappa_with is not None), default=None)))
+            row += [format_number(_largest(getattr(r, f"kappa_{kind}") for r in chosen)) for kind in KINDS]
         measured = [s for (_, rho), s in state.saturations.items() if rho == TABLE_CORRELATION]
         row.append(format_number(min((s.relative_entropy for s in measured), default=None)))
-        row.append(format_number(max((s.largest_logit for s in measured), default=None)))
+        row.append(format_number(_largest(s.largest_logit for s in measured)))
         rows.append(row)
-    header = ["State", *["W", "W + C"] * len(ROLES), "lowest entropy", "largest |logit|"]
-    groups = [("", 1), *[(f"largest κ, {name}", 2) for name in ROLES.values()], ("attention on probe tokens", 2)]
+    kinds = [f"κ({kind})" for role in ROLES for kind in (f"W{role}", f"W{role} + C")]
+    header = ["State", *kinds, "lowest entropy", "largest |logit|"]
     text = (
         "κ = σ_max / σ_min is the condition number of a projection weight, without (W) and with (W + C) correction; "
         "the worst layer counts. Entropy is relative to uniform attention, on layer-normalised Gaussian tokens of "
         f"correlation {TABLE_CORRELATION:g}. A dash means that the model has no such matrix or layer."
     )
-    return _Section(
-        "glance", "Every state at a glance", [text], tables=[("Worst values by state", groups, header, rows)]
-    )
+    return _Section("Every state at a glance", [text], tables=[("Worst values by state", header, rows)])
 
 
 def _kappa(states: Sequence[ModelState]) -> _Section:
-    header, groups = ["Layer, role"], [("", 1)]
-    for state in states:
-        kinds = ["W", "W + C"] if state.conditioned else ["W"]
-        header += kinds
-        groups.append((state.label, len(kinds)))
-    rows = []
-    for aligned in zip(*(state.spectra for state in states), strict=True):
-        row = [f"{aligned[0].layer}, {aligned[0].role}"]
-        for state, spectrum in zip(states, aligned, strict=True):
-            row.append(format_number(spectrum.kappa_without))
-            if state.conditioned:
-                row.append(format_number(spectrum.kappa_with))
-        rows.append(row)
-
-    def draw(figure) -> None:
-        for axis, role in _role_axes(figure, states):
-            for color, state in _colored(states):
-                chosen = [row for row in state.spectra if row.role == role]
-                for kind, style in (("without", W), ("with", W_PLUS_C)):
-                    if kind == "without" or state.conditioned:
-                        values = [getattr(row, f"kappa_{kind}") for row in chosen]
-                        label = f"{'W + C' if kind == 'with' else 'W'}, {state.label}"
-                        axis.plot(range(len(values)), _finite(values), color=color, label=_plain(label), **style)
-            axis.set(xlabel="layer", yscale="log")
-        figure.axes[0].set_ylabel("condition number κ")
-
+    columns = {
+        f"{KINDS[kind]}, {state.label}": [format_number(getattr(row, f"kappa_{kind}")) for row in state.spectra]
+        for state in states
+        for kind in KINDS
+        if kind == "without" or state.conditioned
+    }
+    cells = zip(states[0].spectra, *columns.values(), strict=True)
+    rows = [[f"{row.layer}, {row.role}", *numbers] for row, *numbers in cells]
     text = (
         "Measured in float64 on the matrix that the scope of the correction is about: the whole projection of a layer, "
         "or its worst head for scope 'head'. A matrix with σ_min at rounding level is rank-deficient and has no point."
     )
     caption = (
-        "κ over the layers, the first on the left; W dashed, W + C solid. A model and its twin start from the same W."
+        "Condition number of each projection over the layers, the first on the left; W dashed, W + C solid. "
+        "A model and its twin start from the same W."
     )
-    picture = _svg(draw, 3.2 + 0.2 * len(states)), "Condition number of each projection over the layers", caption
-    table = ("Condition number of every projection", groups, header, rows)
-    return _Section("kappa", "Condition numbers by layer", [text], [picture], [table])
+    spectra = {state.label: state.spectra for state in states}
+    picture = _svg(lambda figure: _draw_kappa(figure, spectra), 3.2 + 0.2 * len(states))
+    table = ("Condition number of every projection", ["Layer, role", *columns], rows)
+    return _Section("Condition numbers by layer", [text], [(picture, caption)], [table])
+
+
+def plot_projection_conditions(rows: Sequence[ProjectionCondition], path: str, title: str = "") -> None:
+    """Draw one panel per role: kappa over the layers, without and with the correction, on a log axis.
+
+    ``rows`` are those of :func:`mmspectral.analysis.projection_conditions`, at least one; the suffix of
+    the path chooses the format.
+    """
+    if not rows:
+        raise ValueError("the model has no conditioned projection: build it with a `conditioning` dict.")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    _draw_kappa(figure, {"": rows})
+    figure.axes[0].legend()
+    figure.suptitle(_plain(title))
+    figure.savefig(path, dpi=120)
+
+
+def _draw_kappa(figure, spectra: Mapping[str, Sequence[ProjectionCondition]]) -> None:
+    """Draw kappa over the layers of each named model, a panel per role."""
+    for axis, role in _role_axes(figure, spectra.values()):
+        for color, (name, rows) in _colored(spectra.items()):
+            for kind, style in (("without", W), ("with", W_PLUS_C)):
+                values = [getattr(row, f"kappa_{kind}") for row in rows if row.role == role]
+                if any(value is not None for value in values):
+                    values = [math.nan if value is None or math.isinf(value) else value for value in values]
+                    label = _plain(", ".join(filter(None, (KINDS[kind], name))))
+                    axis.plot(range(len(values)), values, color=color, label=label, **style)
+        axis.set(xlabel="layer", yscale="log")
+    figure.axes[0].set_ylabel("condition number κ")
 
 
 def _training(logs: Mapping[str, RunLog]) -> _Section:
@@ -238,7 +238,7 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
     names = list(dict.fromkeys(name for log in logs.values() for name in log.curves))
     kappa = any(log.kappa for log in logs.values())
     if not names and not kappa:
-        return _Section("training", "Over training", paragraphs)
+        return _Section("Over training", paragraphs)
 
     def draw(figure) -> None:
         columns = min(3, len(names) + kappa)
@@ -262,25 +262,15 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
         for axis in axes:
             axis.grid(alpha=0.4) if axis.lines else axis.remove()
 
-    rows = [
-        [
-            f"{run}: {name}",
-            *(part for end in (points[0], points[-1]) for part in (f"{end[0]:,}", format_number(end[1]))),
-        ]
-        for run, log in logs.items()
-        for name, points in (*log.curves.items(), *((f"largest κ, {series}", p) for series, p in log.kappa.items()))
-    ]
-    table = ("Both ends of training", [], ["Run and quantity", "first step", "value", "last step", "value"], rows)
-    height = 3.2 * -(-(len(names) + kappa) // 3)
-    picture = _svg(draw, height), f"Curves over training: {', '.join(names)}", "What the runs logged, as logged."
-    return _Section("training", "Over training", paragraphs, [picture], [table])
+    picture = _svg(draw, 3.2 * -(-(len(names) + kappa) // 3))
+    return _Section("Over training", paragraphs, [(picture, f"As logged by the runs: {', '.join(names)}.")])
 
 
 def _saturation(states: Sequence[ModelState]) -> _Section:
     measured = [state for state in states if state.saturations]
     if not measured:
         text = "None of the model's attention layers gives its logits (attention_logits), so none could be measured."
-        return _Section("saturation", "How one-hot attention is", [text])
+        return _Section("How one-hot attention is", [text])
 
     def draw(figure) -> None:
         axes = figure.subplots(2, len(CORRELATIONS), sharex=True, sharey="row", squeeze=False)
@@ -297,24 +287,14 @@ def _saturation(states: Sequence[ModelState]) -> _Section:
         for axis in figure.axes:
             axis.grid(alpha=0.4)
 
-    rows = []
-    for layer in dict.fromkeys(layer for layer, _ in measured[0].saturations):
-        row = [layer]
-        for state in measured:
-            found = state.saturations.get((layer, TABLE_CORRELATION))
-            row += [format_number(found and found.relative_entropy), format_number(found and found.largest_logit)]
-        rows.append(row)
     text = (
         "Each attention layer alone is fed with layer-normalised Gaussian tokens that share part of their content. "
         "Entropy near 0 is one-hot attention, whose gradients vanish or explode. Tokens of an image are correlated in "
         "other ways: this compares states and says less about a trained network in use."
     )
-    caption = "Above: entropy of the rows of attention, 1 uniform, 0 one-hot. Below: largest logit."
-    picture = _svg(draw, 4.6 + 0.2 * len(states)), "Entropy and largest logit over the attention layers", caption
-    header = ["Layer", *["entropy", "|logit|"] * len(measured)]
-    groups = [("", 1), *((state.label, 2) for state in measured)]
-    table = (f"Entropy and largest logit at correlation {TABLE_CORRELATION:g}", groups, header, rows)
-    return _Section("saturation", "How one-hot attention is", [text], [picture], [table])
+    caption = "Above: entropy of the rows of attention, 1 uniform, 0 one-hot. Below: largest logit. Over the layers."
+    picture = _svg(draw, 4.6 + 0.2 * len(states))
+    return _Section("How one-hot attention is", [text], [(picture, caption)])
 
 
 def _spectra(states: Sequence[ModelState]) -> _Section:
@@ -324,24 +304,22 @@ def _spectra(states: Sequence[ModelState]) -> _Section:
     for state in states:
 
         def draw(figure, state=state) -> None:
-            for axis, role in _role_axes(figure, [state]):
+            for axis, role in _role_axes(figure, [state.spectra]):
                 chosen = [row for row in state.spectra if row.role == role]
                 for i, row in enumerate(chosen):
-                    for sigma, style in ((row.without, "--"), (row.with_, "-")):
-                        if sigma is not None:
-                            values = sigma.cpu().numpy()
-                            values = np.where(values > 0, values, np.nan)
-                            color = colormaps["viridis"](0.85 * i / max(len(chosen) - 1, 1))
-                            label = "first layer" if i == 0 else "last layer" if i == len(chosen) - 1 else None
-                            label = label if sigma is row.without else None
-                            axis.plot(np.linspace(0, 1, len(values)), values, style, color=color, lw=1.2, label=label)
+                    color = colormaps["viridis"](0.85 * i / max(len(chosen) - 1, 1))
+                    label = {0: "first layer", len(chosen) - 1: "last layer"}.get(i)
+                    for found, options in ((row.without, dict(ls="--", label=label)), (row.with_, dict(ls="-"))):
+                        if found is not None:
+                            sigma = found.sigma.masked_fill(found.sigma <= 0, math.nan).tolist()
+                            axis.plot(np.linspace(0, 1, len(sigma)), sigma, color=color, lw=1.2, **options)
                 axis.set(xlabel="rank of the singular value (share)", yscale="log")
             figure.axes[0].set_ylabel("singular value")
 
         kinds = "W (dashed) and W + C (solid)" if state.conditioned else "W (no correction)"
-        figures.append((_svg(draw, 3.4), f"Singular values, {state.label}", f"{state.label}: {kinds}, largest first."))
+        figures.append((_svg(draw, 3.4), f"Singular values, largest first, {state.label}: {kinds}."))
     text = "A condition number is the ratio of the two ends of a curve; dark is the first layer, light the last."
-    return _Section("spectra", "Spectra", [text], figures, folded=True)
+    return _Section("Spectra", [text], figures, folded=True)
 
 
 def _jacobian(states: Sequence[ModelState], settings: JacobianSettings) -> _Section:
@@ -367,18 +345,15 @@ def _jacobian(states: Sequence[ModelState], settings: JacobianSettings) -> _Sect
             "This layer computes cross-covariance attention, which the theorems are not about: 'κ(J) of the layer' is "
             "that of its own head, by automatic differentiation."
         )
-    rows = [[label, *_jacobian_row(found, crossed)] for label, found in jacobians.items()]
-    table = ("Condition of the parameter Jacobian and the factors of its bound", [], header, rows)
-    return _Section("jacobian", "Jacobian and its bound", paragraphs, tables=[table], folded=True)
-
-
-def _jacobian_row(found: HeadJacobian, crossed: bool) -> list[str]:
-    bound, J = found.bound, found.condition
-    factors = (bound.tokens, bound.softmax_derivative, bound.query, bound.key, bound.value, bound.softmax)
-    row = [format_number(J.kappa), f"{J.rank:,} of {J.full_rank:,}"]
-    if crossed:
-        row.append(format_number(found.cross_covariance.kappa))
-    return [*row, format_number(bound.effective), *(format_number(factor.kappa) for factor in factors)]
+    rows = []
+    for label, found in jacobians.items():
+        bound, J = found.bound, found.condition
+        factors = (bound.tokens, bound.softmax_derivative, bound.query, bound.key, bound.value, bound.softmax)
+        numbers = [J.kappa, *([found.cross_covariance.kappa] if crossed else []), bound.effective]
+        kappa, *others = map(format_number, [*numbers, *(factor.kappa for factor in factors)])
+        rows.append([label, kappa, f"{J.rank:,} of {J.full_rank:,}", *others])
+    table = ("Condition of the parameter Jacobian and the factors of its bound", header, rows)
+    return _Section("Jacobian and its bound", paragraphs, tables=[table], folded=True)
 
 
 def _svg(draw: Callable, height: float) -> str:
@@ -399,8 +374,8 @@ def _svg(draw: Callable, height: float) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _role_axes(figure, states: Sequence[ModelState]) -> list:
-    roles = [role for role in ROLES if any(row.role == role for state in states for row in state.spectra)]
+def _role_axes(figure, models: Iterable[Sequence[ProjectionCondition]]) -> list:
+    roles = [role for role in ROLES if any(row.role == role for rows in models for row in rows)]
     axes = figure.subplots(1, len(roles), sharey=True, squeeze=False)[0]
     for axis, role in zip(axes, roles, strict=True):
         axis.set_title(f"{ROLES[role]} projection")
@@ -409,12 +384,14 @@ def _role_axes(figure, states: Sequence[ModelState]) -> list:
     return list(zip(axes, roles, strict=True))
 
 
-def _colored(items) -> list[tuple]:
-    return [(COLORS[i % len(COLORS)], item) for i, item in enumerate(items)]
+def _colored(items) -> Iterable[tuple]:
+    return zip(itertools.cycle(COLORS), items)
 
 
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+def _largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest number, NaN if one is, None if there is none."""
+    known = [value for value in values if value is not None]
+    return next(filter(math.isnan, known), max(known, default=None))
 
 
 def _plain(name: str) -> str:
@@ -423,14 +400,10 @@ def _plain(name: str) -> str:
 
 
 PAGE = """
-{% macro grid(caption, groups, header, rows) %}
+{% macro grid(caption, header, rows) %}
 <div class="scroll" tabindex="0" role="group" aria-label="Table: {{ caption }}"><table>
 <caption>{{ caption }}</caption>
-<thead>
-{% if groups %}<tr>{% for text, span in groups %}<th class="state" colspan="{{ span }}">{{ text }}</th>{% endfor %}</tr>
-{% endif %}
-<tr>{% for text in header %}<th scope="col">{{ text }}</th>{% endfor %}</tr>
-</thead>
+<thead><tr>{% for text in header %}<th scope="col">{{ text }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in rows %}
 <tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
@@ -447,20 +420,18 @@ PAGE = """
 <title>{{ title }}</title>
 <style>
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem clamp(0.75rem, 3vw, 2rem) 3rem; max-width: 72rem; color: #1f2328;
-  background: #fff; font: 1rem/1.55 system-ui, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin-top: 2.5rem; border-bottom: 1px solid #d0d7de; padding-bottom: 0.25rem; }
-p { max-width: 52rem; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; font-size: 0.92rem; }
-dt, figcaption, caption { color: #57606a; } dd { margin: 0; overflow-wrap: anywhere; }
+body { margin: 0 auto; padding: 1rem 2vw 3rem; max-width: 72rem; color: #1f2328; font: 1rem/1.55 sans-serif; }
+h1, p, dd, tbody th { overflow-wrap: anywhere; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #d0d7de; }
+p { max-width: 52rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.15rem 1rem; }
+dt, figcaption, caption { color: #57606a; } dd { margin: 0; }
 figure { margin: 1rem 0; } img { display: block; width: 100%; min-width: 36rem; height: auto; }
 .scroll { overflow-x: auto; border: 1px solid #d0d7de; border-radius: 6px; padding: 0.25rem; }
-figcaption, caption { font-size: 0.9rem; text-align: left; padding: 0.4rem 0.1rem; }
+figcaption, caption { text-align: left; padding: 0.4rem 0.1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.92rem; }
 th, td { padding: 0.3rem 0.5rem; border-top: 1px solid #d0d7de; text-align: right; }
-th[scope=row], .verdict td, .verdict th { text-align: left; vertical-align: top; } th.state { text-align: center; }
-tbody th { font-weight: 400; overflow-wrap: anywhere; }
+th[scope=row], .verdict td, .verdict th { text-align: left; vertical-align: top; } tbody th { font-weight: 400; }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 .headline { font-size: 1.1rem; font-weight: 600; }
 .grade { white-space: nowrap; font-weight: 600; border-radius: 1rem; padding: 0.1rem 0.6rem; }
@@ -471,7 +442,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 <body>
 <main>
 <h1>{{ title }}</h1>
-<section id="verdict">
+<section>
 <h2>Verdict</h2>
 <p class="headline">{{ headline }}</p>
 <div class="scroll verdict"><table>
@@ -486,18 +457,18 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 <dl>{% for name, value in facts %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
 </section>
 {% for section in sections %}
-<section id="{{ section.anchor }}">
+<section>
 <h2>{{ section.title }}</h2>
 {% if section.folded %}<details><summary>Show</summary>{% endif %}
 {% for text in section.paragraphs %}
 <p>{{ text }}</p>
 {% endfor %}
-{% for source, alt, caption in section.figures %}
-<figure><div class="scroll"><img src="{{ source }}" alt="{{ alt }}"></div>
+{% for source, caption in section.figures %}
+<figure><div class="scroll"><img src="{{ source }}" alt="{{ caption }}"></div>
 <figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}
 {% for table in section.tables %}
-{% if table[3] | length > 8 %}
+{% if table[2] | length > 8 %}
 <details><summary>Table: {{ table[0] }}</summary>{{ grid(*table) }}</details>
 {% else %}
 {{ grid(*table) }}

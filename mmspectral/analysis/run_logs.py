@@ -18,13 +18,9 @@ _METRIC = re.compile(r"coco/(bbox|segm)_mAP|accuracy/top1|.*/(mAP|AP)")
 def kappa_history(work_dir: Path) -> dict[str, Curve]:
     """Return the largest condition number over the measured layers at each measured iteration.
 
-    Reads all logs of the folder, so that a resumed run is one curve; where two
-    logs have the same iteration, the newer one counts. Projections without a
-    correction count for ``W`` alone; rank-deficient ones are left out.
-
-    Returns:
-        Iterations and values by series, such as ``"q, W + C"``; empty where no
-        log of the :class:`~mmspectral.engine.ConditioningHook` is there.
+    Of all logs of the folder, so that a resumed run is one curve; the newer log counts. By series
+    such as ``"q, W + C"``: projections without a correction count for ``W`` alone, rank-deficient ones
+    not. Empty without a log of the :class:`~mmspectral.engine.ConditioningHook`.
     """
     largest: dict[str, dict[int, float]] = {}
     for record in _records(work_dir):
@@ -62,11 +58,7 @@ def training_curves(work_dir: Path) -> dict[str, Curve]:
 
 
 def last_metrics(work_dir: Path) -> dict[str, float]:
-    """Return the COCO metrics of the last validation of a run.
-
-    Raises:
-        FileNotFoundError: No log holds a validation.
-    """
+    """Return the COCO metrics of the last validation of a run; FileNotFoundError where no log holds one."""
     for record in reversed(_records(work_dir)):
         if "coco/bbox_mAP" in record:
             return {key: value for key, value in record.items() if key.startswith("coco/")}
@@ -74,11 +66,7 @@ def last_metrics(work_dir: Path) -> dict[str, float]:
 
 
 def run_config(work_dir: Path) -> Config:
-    """Return the config that a run left in its folder.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Return the config that a run left in its folder; FileNotFoundError if there is none."""
     configs = sorted(work_dir.glob("*.py"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise FileNotFoundError(f"{work_dir} holds no config; is it the work folder of a run of tools/train.py?")
@@ -86,11 +74,7 @@ def run_config(work_dir: Path) -> Config:
 
 
 def last_checkpoint(work_dir: Path) -> Path:
-    """Return the checkpoint of the last epoch in the folder of a run.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Return the checkpoint of the last epoch in the folder of a run; FileNotFoundError if there is none."""
     checkpoints = sorted(work_dir.glob("epoch_*.pth"), key=lambda path: int(path.stem.removeprefix("epoch_")))
     if not checkpoints:
         raise FileNotFoundError(f"{work_dir} holds no checkpoint epoch_*.pth; let the training finish.")

@@ -6,27 +6,26 @@ initialisation depend on all layers before.
 """
 
 import copy
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmspectral.analysis.projections import attention_projections, spread
+from mmspectral.analysis.tables import markdown_table
 from mmspectral.layers import attention_layers, build_conditioning, condition_linear, probe_tokens, saturation
 from mmspectral.registry import MODELS
 
 
-@dataclass(frozen=True)
-class Start:
-    """One attention layer on probe tokens, at initialisation.
+class Start(NamedTuple):
+    """One attention layer on probe tokens, at initialisation; entropy is relative to that of uniform attention.
 
-    Args:
-        relative_entropy: Mean entropy of attention over that of uniform attention.
-        largest_logit: Largest absolute logit.
-        gradients: Frobenius norm of the gradient of W_q, W_k and W_v, by role, of
-            the inner product of the output with a fixed Gaussian tensor.
+    Gradients are Frobenius norms for W_q, W_k and W_v, by role, of the inner product of the output
+    with a fixed Gaussian tensor.
     """
 
     relative_entropy: float
@@ -36,17 +35,10 @@ class Start:
 
 @dataclass(frozen=True)
 class SaturationRow:
-    """A backbone under one correction, on tokens of one correlation.
+    """A backbone under one correction of scale lambda, on tokens of one correlation.
 
-    Args:
-        model: Backbone and size.
-        scale: lambda.
-        preserve_norm: See :class:`mmspectral.layers.IdentityCorrection`; None is plain W + C.
-        correlation: Of two probe tokens.
-        relative_entropy: Mean over the layers.
-        largest_logit: Largest of the layers.
-        gradient_q: |gradient of W_q| over that at lambda = 0, mean over the layers.
-        gradient_k: The same for W_k.
+    Entropy and gradients (over those at lambda = 0) are means over the layers. ``preserve_norm`` is
+    that of :class:`mmspectral.layers.IdentityCorrection`; None is plain W + C.
     """
 
     model: str
@@ -59,27 +51,15 @@ class SaturationRow:
     gradient_k: float
 
 
-@dataclass(frozen=True)
-class ProbedLayer:
-    """An unconditioned attention layer as ``init_weights`` leaves it.
-
-    Args:
-        module: A copy in float64 and eval mode.
-        num_tokens: Tokens that one attention sees in an image of the probed size.
-    """
+class ProbedLayer(NamedTuple):
+    """A copy of an unconditioned attention layer, in float64 and eval mode, and the tokens that one attention sees."""
 
     module: nn.Module
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class ProbedBackbone:
-    """Attention layers of one kind of a backbone.
-
-    Args:
-        name: Backbone and size, and the class of the layers where there are several.
-        layers: By module name.
-    """
+class ProbedBackbone(NamedTuple):
+    """Attention layers of one kind of a backbone, by module name; its name says the size and the kind."""
 
     name: str
     layers: dict[str, ProbedLayer]
@@ -93,14 +73,12 @@ def probe_backbone(
     Args:
         type_name: Type registered here, such as ``"SpectralXCiT"``, or with the prefix of another scope.
         arch: Its size.
-        max_layers: Layers taken of each class, evenly spaced. Those of one class
-            start alike, up to their width, heads and number of tokens.
+        max_layers: Layers taken of each class, evenly spaced.
         image_size: Side of the image that says how many tokens each layer sees.
         seed: Of the initialisation; the global generator is put back after.
 
     Returns:
-        One entry per class of attention layer: window and channel attention of
-        DaViT start differently.
+        One entry per class of attention layer: window and channel attention of DaViT start differently.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -110,14 +88,14 @@ def probe_backbone(
         backbone.init_weights()
     found = attention_layers(backbone)
     lengths = _sequence_lengths(backbone.eval(), found, image_size)
-    kinds = list(dict.fromkeys(type(layer).__name__ for layer in found.values()))
+    kinds: dict[str, list[str]] = {}
+    for each, layer in found.items():
+        kinds.setdefault(type(layer).__name__, []).append(each)
     name = f"{type_name} {arch if isinstance(arch, str) else 'custom'}"
     probed = []
-    for kind in kinds:
-        names = [each for each, layer in found.items() if type(layer).__name__ == kind]
-        layers = {
-            each: ProbedLayer(copy.deepcopy(found[each]).double(), lengths[each]) for each in spread(names, max_layers)
-        }
+    for kind, names in kinds.items():
+        chosen = spread(names, max_layers)
+        layers = {each: ProbedLayer(copy.deepcopy(found[each]).double(), lengths[each]) for each in chosen}
         probed.append(ProbedBackbone(f"{name} ({kind})" if len(kinds) > 1 else name, layers))
     return probed
 
@@ -144,27 +122,25 @@ def saturation_rows(
 ) -> list[SaturationRow]:
     """Measure a backbone with ``IdentityCorrection`` at every scale, form and correlation.
 
-    Args:
-        backbone: From :func:`probe_backbone`.
-        scales: Values of lambda; 0 is no correction, and measured once.
-        correlations: Of two probe tokens.
-        preserve_norms: Forms of the correction: None, and standard deviations of
-            the initial weights for the norm-preserving form.
+    Scale 0 is no correction, and measured once; ``preserve_norms`` holds None for the plain form, and
+    standard deviations of the initial weights for the norm-preserving one.
     """
     layers = backbone.layers.values()
     rows = []
     for correlation in correlations:
         reference = [measure_start(layer, None, correlation) for layer in layers]
-        for form in preserve_norms:
-            for scale in scales:
-                if scale == 0 and form != preserve_norms[0]:
-                    continue
-                starts = [measure_start(layer, identity(scale, form), correlation) for layer in layers]
-                entropy = statistics.fmean(start.relative_entropy for start in starts)
-                logit = max(start.largest_logit for start in starts)
-                gradients = (_gradient_ratio(starts, reference, role) for role in "qk")
-                case = (backbone.name, scale, form if scale else None, correlation)
-                rows.append(SaturationRow(*case, entropy, logit, *gradients))
+        for form, scale in itertools.product(preserve_norms, scales):
+            if scale == 0 and form != preserve_norms[0]:
+                continue
+            starts = [measure_start(layer, identity(scale, form), correlation) for layer in layers]
+            entropy = statistics.fmean(start.relative_entropy for start in starts)
+            logit = max(start.largest_logit for start in starts)
+            gradients = (
+                statistics.fmean(a.gradients[role] / b.gradients[role] for a, b in zip(starts, reference, strict=True))
+                for role in "qk"
+            )
+            case = (backbone.name, scale, form if scale else None, correlation)
+            rows.append(SaturationRow(*case, entropy, logit, *gradients))
     return rows
 
 
@@ -183,20 +159,10 @@ def largest_scale(
     preserve_norm: float | None = None,
     upper: float = 100.0,
 ) -> float:
-    """Suggest the largest lambda that keeps a share of the maximal entropy in every layer measured.
+    """Return the largest lambda that keeps the share ``min_entropy`` of uniform attention's in every layer.
 
-    Found by bisection to 1 %, rounded down to two digits; entropy is taken to
-    fall with lambda.
-
-    Args:
-        backbone: One entry of what :func:`probe_backbone` returned.
-        min_entropy: Share of the entropy of uniform attention.
-        correlation: Of two probe tokens.
-        preserve_norm: Form of the correction.
-        upper: Largest lambda considered.
-
-    Returns:
-        lambda; ``upper`` if even that keeps the share, 0 if nothing does.
+    By bisection to 1 %, rounded down to two digits; entropy is taken to fall with lambda. ``upper``
+    if even that keeps the share, 0 if nothing does.
     """
 
     def keeps(scale: float) -> bool:
@@ -223,19 +189,17 @@ def saturation_table(rows: Sequence[SaturationRow]) -> str:
     """Return a table with one line per backbone, lambda and form, and the correlations side by side."""
     correlations = list(dict.fromkeys(row.correlation for row in rows))
     at = "at correlation " + " / ".join(f"{c:g}" for c in correlations)
-    lines = [
-        f"| backbone | lambda | entropy share {at} | largest logit | W_q gradient | W_k gradient |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ("backbone", "lambda", f"entropy share {at}", "largest logit", "W_q gradient", "W_k gradient")
+    styles = dict(relative_entropy=".2f", largest_logit=".3g", gradient_q=".2g", gradient_k=".2g")
     groups: dict[tuple, dict[float, SaturationRow]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.preserve_norm, row.scale), {})[row.correlation] = row
-    for (model, form, scale), group in groups.items():
-        label = f"{scale:g}" if form is None else f"{scale:g}, norm kept"
-        styles = dict(relative_entropy=".2f", largest_logit=".3g", gradient_q=".2g", gradient_k=".2g")
-        cells = [" / ".join(f"{getattr(group[c], name):{styles[name]}}" for c in correlations) for name in styles]
-        lines.append(f"| {model} | {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        label = f"{row.scale:g}" if row.preserve_norm is None else f"{row.scale:g}, norm kept"
+        groups.setdefault((row.model, label), {})[row.correlation] = row
+    lines = [
+        names + tuple(" / ".join(f"{getattr(group[c], name):{styles[name]}}" for c in correlations) for name in styles)
+        for names, group in groups.items()
+    ]
+    return markdown_table(header, lines)
 
 
 def _sequence_lengths(backbone: nn.Module, layers: dict[str, nn.Module], image_size: int) -> dict[str, int]:
@@ -261,8 +225,3 @@ def _conditioned(layer: ProbedLayer, conditioning: dict | None, correlation: flo
         condition_linear(module, name, correction, layout.roles, layout.num_heads, layout.row_order)
     dim = next(iter(projections.values())).module.in_features
     return module, probe_tokens(layer.num_tokens, dim, correlation).double()
-
-
-def _gradient_ratio(starts: list[Start], reference: list[Start], role: str) -> float:
-    pairs = zip(starts, reference, strict=True)
-    return statistics.fmean(start.gradients[role] / zero.gradients[role] for start, zero in pairs)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from mmpretrain.models.backbones import DaViT, DistilledVisionTransformer, SwinTransformer, VisionTransformer, XCiT
@@ -13,18 +14,10 @@ from mmspectral.models import SpectralDaViT, SpectralDeiT, SpectralSwin, Spectra
 from mmspectral.models.backbones.xcit import ARCHITECTURES
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a family is built, here and by mmpretrain.
+class Family(NamedTuple):
+    """How a family is built, here and by mmpretrain: classes, size of the paper, arguments of both and of ours alone.
 
-    Args:
-        ours: Backbone of this package.
-        stock: mmpretrain's class.
-        arch: Small size of the paper.
-        shared: Arguments of both.
-        own: Arguments of ours alone.
-        takes: Which of ``img_size`` and ``patch_size`` both take.
-        sites: Arguments of ours that take a conditioning.
+    ``takes`` names which of ``img_size`` and ``patch_size`` both take, ``sites`` what takes a conditioning.
     """
 
     ours: type[nn.Module]

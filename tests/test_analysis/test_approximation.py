@@ -1,8 +1,5 @@
 """Errors and bias are those they are said to be, and error falls with the number of features as it must."""
 
-import math
-
-import pytest
 import torch
 
 from mmspectral.analysis.approximation import approximation_error, kernel_attention
@@ -10,7 +7,6 @@ from mmspectral.ops.random_features import (
     draw_projection,
     fold_features,
     kernel_logits,
-    linear_attention,
     softmax_attention,
     uniform_attention,
 )
@@ -57,35 +53,3 @@ def test_the_own_kernel_is_what_features_tend_to():
     features = fold_features(draw_projection(40_000, 8, seed=0, dtype=torch.float64), M, 16, shift=shift)
     estimate = kernel_logits(q, k, features).softmax(-1) @ v
     assert (estimate - own).norm() < 0.03 * own.norm() < 0.3 * (own - softmax_attention(q, k, v)).norm()
-
-
-def test_a_flat_kernel_is_easy_to_estimate_and_far_from_softmax():
-    """Why the error against its own kernel never decides alone."""
-    q, k, v = tokens(2)
-    exact, errors = softmax_attention(q, k, v), {}
-    for t in (0.1, 0.8):
-        M = t * torch.eye(16, dtype=torch.float64)[None]
-
-        def attention(draw, M=M):
-            return linear_attention(q, k, v, fold_features(draw_projection(256, 16, draw), M, 16, orthogonal=True))
-
-        errors[t] = approximation_error(attention, exact, range(5), kernel_attention(q, k, v, M))
-    assert (errors[0.1].own < 0.1 * errors[0.8].own).all()
-    assert (errors[0.1].softmax > errors[0.8].softmax).all()
-
-
-@pytest.mark.parametrize("t", [1.0, 0.5])
-def test_error_falls_as_one_over_the_root_of_m(t):
-    """Against the kernel that is estimated; at greater norms tails are heavy and the fall is slower."""
-    q, k, v = tokens(0.5)
-    M = t * torch.eye(16, dtype=torch.float64)[None]
-    own, sizes, errors = kernel_attention(q, k, v, M), [2**i for i in range(4, 13, 2)], []
-    for m in sizes:
-
-        def attention(draw, m=m):
-            return linear_attention(q, k, v, fold_features(draw_projection(m, 16, draw), M, 16, orthogonal=True))
-
-        errors.append(approximation_error(attention, own, range(6)).softmax.mean().item())
-    assert all(b < a for a, b in zip(errors, errors[1:], strict=False))
-    slope = math.log(errors[-1] / errors[0]) / math.log(sizes[-1] / sizes[0])
-    assert slope == pytest.approx(-0.5, abs=0.06)

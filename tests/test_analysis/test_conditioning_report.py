@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import cv2
 import pytest
@@ -35,10 +34,9 @@ from mmspectral.analysis.report_page import format_number
 from mmspectral.errors import UsageError
 from mmspectral.layers import probe_tokens, saturation
 from mmspectral.models import SpectralXCA
+from tests.helpers import TOOLS, TOY
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests" / "data" / "toy_classification"
-SCRIPT = ROOT / "tools" / "analysis_tools" / "conditioning_report.py"
+SCRIPT = TOOLS / "analysis_tools" / "conditioning_report.py"
 CONDITIONING = dict(type="IdentityCorrection", scale=10.0)
 SECTIONS = [
     "Verdict",
@@ -51,19 +49,12 @@ SECTIONS = [
 ]
 
 
-NAMES = [f"xca_layers.{i}.attn.qkv" for i in range(2)]
-
-
 def config(**backbone):
     arch = dict(embed_dims=24, depth=2, num_heads=2)
     settings = dict(type="mmspectral.SpectralXCiT", arch=arch, patch_size=8, conditioning=CONDITIONING)
     head = dict(type="LinearClsHead", num_classes=2, in_channels=24)
-    return Config(
-        dict(
-            default_scope="mmpretrain",
-            model=dict(type="ImageClassifier", backbone=dict(settings, **backbone), head=head),
-        )
-    )
+    model = dict(type="ImageClassifier", backbone=settings | backbone, head=head)
+    return Config(dict(default_scope="mmpretrain", model=model))
 
 
 @pytest.fixture(scope="module")
@@ -95,26 +86,6 @@ def report(run, run_command):
     file = work_dir / "conditioning_report.html"
     assert str(file) in output.splitlines()
     return file
-
-
-@pytest.mark.parametrize("scope", ["full", "head"])
-def test_spectra_are_those_of_the_scope_in_both_models(scope):
-    cfg = config(conditioning=dict(CONDITIONING, scope=scope))
-    model = build_model(cfg, seed=3)
-    twin = build_model(stock_twin(cfg), seed=3)
-    scopes = dict.fromkeys([f"backbone.{n}" for n in NAMES], scope)
-    ours, stock = (measure(m, "start", scopes) for m in (model, twin))
-    assert [(row.layer, row.role) for row in ours.spectra] == [(f"backbone.{n}", role) for n in NAMES for role in "qkv"]
-    assert ours.conditioned and not stock.conditioned
-    key = model.backbone.xca_layers[0].attn.qkv.weight[24:48].double()
-    eye = torch.eye(24, dtype=torch.float64)
-    if scope == "head":
-        key, eye = key.view(2, 12, 24), torch.eye(12, 24, dtype=torch.float64)
-    row = ours.spectra[1]
-    worst = torch.linalg.cond(key).max().item(), torch.linalg.cond(key + 10 * eye).max().item()
-    assert (row.kappa_without, row.kappa_with) == pytest.approx(worst)
-    assert (row.with_[0] / row.with_[-1]).item() == pytest.approx(row.kappa_with)
-    assert stock.spectra[1].kappa_without == row.kappa_without and stock.spectra[1].with_ is None
 
 
 def test_saturation_is_that_of_each_layer_on_the_probe_tokens_of_its_width():
@@ -166,23 +137,22 @@ def test_jacobian_takes_the_first_dimensions_and_needs_all_three_roles():
         head_jacobian({role: heads[role] for role in "qk"}, JacobianSettings("attn"))
 
 
+def write_log(folder, *records, torn=""):
+    path = folder / "vis_data" / "scalars.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join([*map(json.dumps, records), torn]))
+
+
 def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_path):
-    def log(folder, *lines):
-        path = tmp_path / folder / "vis_data" / "scalars.json"
-        path.parent.mkdir(parents=True)
-        path.write_text("\n".join(lines))
-
-    def line(step, layer, **values):
-        names = {f"conditioning/b.{layer}.qkv/q/kappa_{kind}": value for kind, value in values.items()}
-        return json.dumps(dict(names, step=step, loss=1.0))
-
-    def lines(*several):
-        return json.dumps({name: value for one in several for name, value in json.loads(one).items()})
+    def kappas(layer, **values):
+        return {f"conditioning/b.{layer}.qkv/q/kappa_{kind}": value for kind, value in values.items()}
 
     # Layer 1 has no correction, layer 2 is rank-deficient without it.
-    first = lines(line(2, 0, before=7.0, after=3.0), line(2, 1, before=9.0, after=9.0), line(2, 2, after=4.0))
-    log("20260101", line(0, 0, before=5.0, after=2.0), first, line(4, 0, before=1.0), json.dumps(dict(step=5)))
-    log("20260102", line(4, 0, before=8.0, after=2.5), line(8, 0, before=6.0, after=1.5), '{"step": 9, "lo')
+    second = kappas(0, before=7.0, after=3.0) | kappas(1, before=9.0, after=9.0) | kappas(2, after=4.0)
+    steps = {0: kappas(0, before=5.0, after=2.0), 2: second, 4: kappas(0, before=1.0), 5: {}}
+    write_log(tmp_path / "20260101", *(dict(values, step=step) for step, values in steps.items()))
+    resumed = (dict(kappas(0, before=8.0, after=2.5), step=4), dict(kappas(0, before=6.0, after=1.5), step=8))
+    write_log(tmp_path / "20260102", *resumed, torn='{"step": 9, "lo')
     assert kappa_history(tmp_path) == {
         "q, W": [(0, 5.0), (2, 9.0), (4, 8.0), (8, 6.0)],
         "q, W + C": [(0, 2.0), (2, 4.0), (4, 2.5), (8, 1.5)],
@@ -191,13 +161,11 @@ def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_p
 
 
 def test_curves_of_training_are_loss_gradients_and_metrics(tmp_path):
-    path = tmp_path / "1" / "vis_data" / "scalars.json"
-    path.parent.mkdir(parents=True)
     gradients = {f"conditioning/a/{role}/grad_norm": value for role, value in zip("qkv", (1.0, 5.0, 3.0), strict=True)}
     stock = {"conditioning/a.v/v/kappa_before": 2.0, "conditioning/a.v/v/kappa_after": 2.0}
     lines = [dict(loss=2.0, loss_cls=1.0, step=50), dict(gradients, **stock, step=100)]
     lines += [{"coco/bbox_mAP": 0.25, "coco/bbox_mAP_50": 0.5, "step": 1}]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_log(tmp_path / "1", *lines)
     assert training_curves(tmp_path) == {
         "loss": [(50, 2.0)],
         "gradient norm": [(100, 3.0)],
@@ -206,24 +174,11 @@ def test_curves_of_training_are_loss_gradients_and_metrics(tmp_path):
     assert kappa_history(tmp_path) == {"v, W": [(100, 2.0)]}, "a stock run has one curve for each role"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0.00"),
-        (1.0, "1.00"),
-        (0.9999, "1.00"),
-        (0.01234, "0.0123"),
-        (45.678, "45.7"),
-        (789.4, "789"),
-        (12345.0, "12,300"),
-        (123456.0, "1.23 × 10⁵"),
-        (-2e-5, "-2.00 × 10⁻⁵"),
-        (math.inf, "rank-deficient"),
-        (None, "–"),
-    ],
-)
-def test_numbers_have_three_digits(value, text):
-    assert format_number(value) == text
+def test_numbers_have_three_digits():
+    values = (0.0, 0.9999, 0.01234, 45.678, 789.4, 12345.0, 123456.0, -2e-5)
+    texts = ["0.00", "1.00", "0.0123", "45.7", "789", "12,300", "1.23 × 10⁵", "-2.00 × 10⁻⁵"]
+    assert [*map(format_number, values)] == texts
+    assert [*map(format_number, (math.inf, math.nan, None))] == ["rank-deficient", "not finite", "–"]
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "_a $x_1$ & b$"])
@@ -275,7 +230,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"'neck'; choose one of backbone.xca_layers.0.attn, backbone.xca_layers.1"):
         collect_report(subject, jacobian=JacobianSettings("neck"))
     other = Subject("b.py", config(arch=dict(embed_dims=24, depth=1, num_heads=2), conditioning=None))
-    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv; the twin must be"):
+    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv; a twin must be"):
         collect_report(subject, other)
     torch.save(dict(state_dict={"fc.weight": torch.zeros(3)}), tmp_path / "foreign.pth")
     with pytest.raises(UsageError, match="matched 0 of"):
@@ -316,23 +271,20 @@ def test_page_refers_to_nothing_outside_itself(report):
     assert "Condition numbers were not logged" not in text, "names of the ConditioningHook differ"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing.pth"], "There is no checkpoint nothing.pth."),
-        (["--twin", "conditioned.py", "none.pth"], "There is no checkpoint none.pth."),
-        (["--work-dir", "nowhere"], "There is no folder nowhere."),
-        (["--jacobian-tokens", "1"], "the Jacobian needs at least two tokens"),
-    ],
-)
-def test_command_line_names_what_is_wrong(run, loaders, monkeypatch, capsys, arguments, message):
+def test_command_line_names_what_is_wrong(run, loaders, monkeypatch, capsys):
     monkeypatch.chdir(run[0].parent)
     monkeypatch.syspath_prepend(TOY)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "conditioned.py", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    for arguments, message in (
+        (["nothing.pth"], "nothing.pth"),
+        (["--twin", "conditioned.py", "none.pth"], "none.pth"),
+        (["--work-dir", "nowhere"], "nowhere"),
+        (["--jacobian-tokens", "1"], "at least two tokens"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "conditioned.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_browser_shows_the_page(report, tmp_path):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmspectral.analysis import dark_calibration
 from mmspectral.analysis.approximation import approximation_error
 from mmspectral.analysis.dark_calibration import Fit, Geometry, calibrate_geometry, effective_rank, query_key_moments
 from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention
@@ -62,15 +61,12 @@ def test_reducers_are_switches():
     torch.testing.assert_close(shifted.shift, q.mean((0, 2)) + k.mean((0, 2)))
 
 
-def test_a_family_of_scalars_gives_a_scalar():
-    geometry = calibrate_geometry(*tokens(), 16, fit=None, scales=(0.5,), strengths=(0,))
-    assert geometry.choice == ("s = 0.5, a = 0",) * 2
-    torch.testing.assert_close(geometry.M, 0.5 * torch.eye(8).repeat(2, 1, 1))
-
-
 def test_the_family_flattens_the_covariance():
-    """With a large, s (I + a Lambda)^(-1/2) is whitening up to a scalar."""
+    """With a large, s (I + a Lambda)^(-1/2) is whitening up to a scalar, and with a = 0 a scalar."""
     q, k, v = tokens()
+    scalar = calibrate_geometry(q, k, v, 16, fit=None, scales=(0.5,), strengths=(0,))
+    assert scalar.choice == ("s = 0.5, a = 0",) * 2
+    torch.testing.assert_close(scalar.M, 0.5 * torch.eye(8).repeat(2, 1, 1))
     M = calibrate_geometry(q, k, v, 16, fit=None, scales=(1,), strengths=(1e6,)).M.double()
     whitened = M @ query_key_moments(q, k).covariance @ M.mT
     torch.testing.assert_close(whitened, whitened[:, :1, :1] * torch.eye(8), rtol=1e-3, atol=1e-9)
@@ -134,36 +130,13 @@ def test_errors_are_of_tokens_that_fitting_has_not_seen():
     torch.testing.assert_close(seen.error_before, one.error_before)
     assert not torch.equal(unseen.error_before, one.error_before) and torch.equal(unseen.M, one.M)
 
-    single = [t[:1] for t in (q, k, v)]
-    others = [single[0].clone(), *single[1:]]
-    others[0][:, :, ::2] += torch.tensor([1.0, -1.0] * 4)  # the queries that fitting sees
-    errors = [calibrate_geometry(*qkv, 16, fit=None).error_before for qkv in (single, others)]
-    torch.testing.assert_close(*errors)
 
-
-@pytest.mark.parametrize(("B", "N", "expected"), [(8, 600, 1), (8, 200, 2), (4, 16, 3)])
-def test_short_sequences_are_fitted_together(monkeypatch, B, N, expected):
-    batches = set()
-
-    def record(q, *args):
-        if torch.is_grad_enabled():
-            batches.add(len(q))
-        return linear_attention(q, *args)
-
-    monkeypatch.setattr(dark_calibration, "linear_attention", record)
-    calibrate_geometry(*tokens(B=B, N=N), 4, **QUICK)
-    assert batches == {expected}
-
-
-def test_what_is_not_finite_is_refused():
+def test_too_few_tokens_have_no_condition_and_what_is_not_finite_is_refused():
+    assert calibrate_geometry(*tokens(B=1, N=3), 16, **QUICK | dict(fit=None)).condition.min() > 1e12
     q, k, v = tokens()
     k[0, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         calibrate_geometry(q, k, v, 16, **QUICK)
-
-
-def test_the_condition_of_too_few_tokens_is_infinite():
-    assert calibrate_geometry(*tokens(B=1, N=3), 16, **QUICK | dict(fit=None)).condition.min() > 1e12
 
 
 def test_moments_and_effective_rank():
@@ -183,7 +156,6 @@ def test_moments_and_effective_rank():
     [
         ([4], 32, Fit(steps=100), 0.65),
         pytest.param(range(6), 32, Fit(), 0.65, marks=pytest.mark.slow),
-        pytest.param(range(6), 128, Fit(), 0.62, marks=pytest.mark.slow),
         pytest.param(range(6), 512, Fit(), 0.60, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

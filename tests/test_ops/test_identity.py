@@ -58,7 +58,7 @@ def test_matches_reference_in_values_and_gradients(order, scope, shape, std):
 
 @pytest.mark.parametrize("factors", [None, (0.5, 2.0, 1.0)])
 def test_derivatives_of_every_kind(factors):
-    layout, weight, bias, x, _ = make("[3][heads][d]", "head", (2, 3, 6))
+    layout, weight, bias, x, _ = make("[3][heads][d]", "head", (2, 1, 2))
 
     def f(x, weight, bias):
         return linear(x, weight, bias, (1.0, 2.0, 0.0), layout, "head", factors).sin()
@@ -67,7 +67,7 @@ def test_derivatives_of_every_kind(factors):
     assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(f, inputs)
     jacobian = torch.func.jacrev(f, argnums=1)(*(t.detach() for t in inputs))
-    assert jacobian.shape == (1, 2, 18, 18, 6)
+    assert jacobian.shape == (1, 2, 6, 6, 2)
     torch.testing.assert_close(jacobian, torch.func.jacfwd(f, argnums=1)(*(t.detach() for t in inputs)))
 
 
@@ -101,17 +101,6 @@ def test_weyl_bound_of_theorem_3_8():
             kappa = ops.condition_number(ops.add_identity(weight, [scale], layout, "full"))
             assert kappa <= (scale + s) / (scale - s) + 1e-9
             assert kappa < ops.condition_number(weight)
-
-
-def test_a_fused_weight_is_three_matrices():
-    """The criterion is the kappa of each projection, not that of the fused matrix."""
-    torch.manual_seed(0)
-    layout, single = ProjectionLayout(("q", "k", "v"), 4), ProjectionLayout(("q",), 4)
-    weight = 0.02 * torch.randn(3 * 64, 64)
-    fused = ops.add_identity(weight, [10.0] * 3, layout, "full")
-    assert torch.equal(fused, torch.cat([ops.add_identity(w, [10.0], single, "full") for w in weight.chunk(3)]))
-    assert (ops.condition_number(layout.split(fused)) < 1.2).all()
-    assert (ops.condition_number(layout.split(weight)) > 30).all()
 
 
 def test_condition_number_flags_rank_deficiency():

@@ -1,4 +1,4 @@
-"""Theorems 3.3 and 3.4: closed forms against autograd and Kronecker products, and what the bound is worth."""
+"""Theorems 3.3 and 3.4: closed forms against autograd, and what the bound is worth."""
 
 import pytest
 import torch
@@ -29,46 +29,14 @@ def autograd_jacobian(X, weights, scale):
     return [vec(part) for part in parts]
 
 
-def kronecker_jacobian(X, Wq, Wk, Wv, scale):
-    """The products of the theorem as they stand, with Lambda of size N^2 x N^2 and the commutation matrix P."""
-    N, D, d = *X.shape, Wq.shape[1]
-    S = (scale * X @ Wq @ Wk.T @ X.T).softmax(-1)
-    Lambda = torch.zeros(N * N, N * N, dtype=X.dtype)
-    for n in range(N):
-        for m in range(N):
-            for other in range(N):
-                Lambda[m * N + n, other * N + n] = S[n, m] * (float(m == other) - S[n, other])
-    P = torch.zeros(D * d, D * d, dtype=X.dtype)
-    for a in range(D):
-        for b in range(d):
-            P[a * d + b, b * D + a] = 1
-    eye = torch.eye(N, dtype=X.dtype)
-    outer = scale * torch.kron((X @ Wv).T.contiguous(), eye) @ Lambda
-    return [
-        outer @ torch.kron(X @ Wk, X),
-        outer @ torch.kron(X, X @ Wq) @ P,
-        torch.kron(torch.eye(Wv.shape[1], dtype=X.dtype), S @ X),
-    ]
-
-
 @sizes
 @pytest.mark.parametrize("scaled", [False, True])
-def test_closed_forms_equal_autograd_and_the_theorem(size, scaled):
+def test_closed_forms_equal_autograd(size, scaled):
     X, *weights = draw(*size)
     scale = size[2] ** -0.5 if scaled else 1.0
     ours = attention_jacobian(X, *weights, scale)
-    for reference in (autograd_jacobian(X, weights, scale), kronecker_jacobian(X, *weights, scale)):
-        for mine, theirs in zip(ours, reference, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_jacobian_predicts_a_small_step():
-    X, *weights = draw(5, 7, 3, 4)
-    J = torch.cat(attention_jacobian(X, *weights, 0.5), dim=1)
-    step = [1e-6 * weight for weight in draw(5, 7, 3, 4, seed=1)[1:]]
-    moved = attention(X, *(w + s for w, s in zip(weights, step, strict=True)), 0.5) - attention(X, *weights, 0.5)
-    predicted = J @ torch.cat([vec(s) for s in step])
-    assert (vec(moved) - predicted).norm() < 1e-4 * predicted.norm()
+    for mine, theirs in zip(ours, autograd_jacobian(X, weights, scale), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_nearly_one_hot_attention_keeps_its_digits():
@@ -87,22 +55,6 @@ def test_effective_condition_counts_what_is_not_zero():
     assert not effective_condition(torch.eye(3)[:2]).deficient
     assert effective_condition(torch.diag(torch.tensor([1.0, 1e-3])), rtol=1e-2).rank == 1
     assert effective_condition(torch.zeros(2, 3)).kappa == float("inf")
-
-
-def test_kappa_of_a_full_rank_jacobian_is_its_condition_number():
-    X, *weights = draw(4, 13, 5, 2)
-    found = effective_condition(torch.cat(attention_jacobian(X, *weights, 0.05), dim=1))
-    assert not found.deficient
-    J = torch.cat(autograd_jacobian(X, weights, 0.05), dim=1)
-    assert found.kappa == pytest.approx(torch.linalg.cond(J).item(), rel=1e-8)
-
-
-def test_more_tokens_than_features_leave_the_gauge_of_q_and_k_free():
-    """Wq G and Wk G^-T give the same function, so d^2 directions of the parameters have no effect."""
-    N, D, d, e = 40, 4, 3, 2
-    J = torch.cat(attention_jacobian(*draw(N, D, d, e), 0.1), dim=1)
-    assert J.shape == (N * e, D * (2 * d + e))
-    assert effective_condition(J).rank == D * (2 * d + e) - d * d
 
 
 @sizes
@@ -135,13 +87,6 @@ def test_ill_conditioned_tokens_make_the_bound_loose(seed):
     assert excess[0] > 1 and excess[1] > 10 * excess[0]
 
 
-def test_initial_weights_make_the_bound_close():
-    X, *weights = draw(8, 64, 16, 16)
-    weights = [0.02 * weight for weight in weights]
-    kappa = effective_condition(torch.cat(attention_jacobian(X, *weights, 0.25), dim=1)).kappa
-    assert 1 < jacobian_bound(X, *weights, 0.25).effective / kappa < 3
-
-
 def test_scaling_the_values_passes_the_finite_number_that_replaces_the_bound():
     """No theorem is left once kappa(Lambda) is taken over the non-zero singular values (docstring of the bound)."""
     X, Wq, Wk, Wv = draw(3, 16, 5, 4)
@@ -154,11 +99,3 @@ def test_scaling_the_values_passes_the_finite_number_that_replaces_the_bound():
     assert found[1e8][1] == pytest.approx(found[1.0][1], rel=1e-6)
     assert found[1.0][0] < found[1.0][1]
     assert found[1e8][0] > 100 * found[1e8][1]
-
-
-def test_layer_normalised_tokens_lose_a_rank_once_they_outnumber_the_features():
-    X, *weights = draw(12, 5, 3, 2)
-    normalised = torch.nn.functional.layer_norm(X, (5,))
-    assert not jacobian_bound(X, *weights).tokens.deficient
-    found = jacobian_bound(normalised, *weights)
-    assert found.tokens.rank == 4 and "tokens" in found.deficient_factors

@@ -130,17 +130,6 @@ def test_views_as_attention_layers_make_them():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(small_chunks, causal):
-    (q, k, v, M), w = problem(B=1, h=2, H=1, N=9, L=9, d=3, r=3, e=2, m=5)
-    shift = tokens(3, seed=6).requires_grad_()
-
-    def attention(q, k, v, M, shift):
-        return linear_attention(q, k, v, fold_features(w, M, 3, shift=shift, orthogonal=True), mask_of(1, 9), causal)
-
-    assert torch.autograd.gradcheck(attention, (q, k, v, M, shift))
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_constant_values_come_back_from_opposite_queries_and_keys(small_chunks, dtype, causal):
     """q = -20 u, k = 20 u: with one maximum for all key features every denominator is 0."""
@@ -152,14 +141,6 @@ def test_constant_values_come_back_from_opposite_queries_and_keys(small_chunks, 
     features = fold_features(draw_projection(128, d, seed=0, dtype=dtype), None, d, scale=1.0, orthogonal=True)
     out = linear_attention(q, k, v, features, causal=causal)
     torch.testing.assert_close(out, v, rtol=0, atol=1e-12 if dtype == F64 else 1e-5)
-
-
-def test_one_maximum_for_all_key_features_would_fail_that_test():
-    """The test above means something: the usual stabiliser does divide by zero there."""
-    u = torch.nn.functional.normalize(tokens(64), dim=0).float()
-    w = draw_projection(128, 64, seed=0)
-    kappa, tau = w @ (20 * u) - 200, w @ (-20 * u)
-    assert ((kappa - kappa.max()).exp() * (tau - tau.max()).exp()).sum() == 0
 
 
 def test_causal_queries_are_not_disturbed_by_large_later_keys():
@@ -191,9 +172,6 @@ def test_masked_keys_do_not_count(small_chunks, causal):
     for grad in torch.autograd.grad(changed.square().sum(), (other_k, other_v)):
         assert (grad[~mask[:, None, :, None].expand_as(grad)] == 0).all()
         assert grad.abs().sum() > 0
-    if not causal:
-        short = linear_attention(q[:1], k[:1][:, :, mask[0]], v[:1][:, :, mask[0]], features)
-        torch.testing.assert_close(out[:1], short, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -207,16 +185,6 @@ def test_queries_that_see_no_key_get_zero_and_no_gradient(small_chunks, causal):
     grads = torch.autograd.grad(out.square().sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads)
     assert all((grad[0] == 0).all() and grad[1].abs().sum() > 0 for grad in grads[:3])
-
-
-def test_per_head_scales_a_thousandfold_apart():
-    """Values and gradients where heads differ by 1e3."""
-    leaves, w = problem(N=9, L=9)
-    scales = torch.tensor([1e-3, 1.0], dtype=F64).view(1, 2, 1, 1)
-    q, k, v, M = leaves
-    ours = linear_attention(q * scales, k * scales, v, fold_features(w, M, 5, orthogonal=True))
-    naive = reference.linear_attention(q * scales, k * scales, v, w.expand(2, 11, 5), M, 5**-0.5)
-    assert_same(ours, naive, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -290,20 +258,6 @@ def test_decoding_one_token_at_a_time_is_causal_attention(H):
     assert state.lse.shape == (2, H, 11) and state.mean.shape == (2, H, 11, 3)
 
 
-def test_a_fixed_context_is_summarised_once():
-    (q, k, v, M), w = problem(N=4, L=30)
-    features = fold_features(w, M, 5, orthogonal=True)
-    state = summarise_keys(k, v, features)
-    torch.testing.assert_close(attend(q, features, state), linear_attention(q, k, v, features), rtol=1e-12, atol=0)
-
-
-def test_kernel_logits_are_the_weights():
-    (q, k, v, M), w = problem()
-    features = fold_features(w, M, 5, shift=tokens(5, seed=8), orthogonal=True)
-    weights = kernel_logits(q, k, features).softmax(-1)
-    torch.testing.assert_close(weights @ v, linear_attention(q, k, v, features), rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     (q, k, v, M), w = problem(B=1, N=9, L=9)
@@ -318,19 +272,6 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     assert_same(compiled(q, k, v, M), attention(q, k, v, M), (q, k, v, M), 1e-13)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_nothing_kept_for_the_gradient_grows_with_tokens_times_features(causal):
-    kept = []
-    for m in (8, 512):
-        (q, k, v, M), w = problem(B=1, N=512, L=512, d=8, r=8, e=8, m=m, dtype=torch.float32)
-        features = fold_features(w, M, 8, orthogonal=True)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):  # noqa: B023
-            linear_attention(q, k, v, features, causal=causal)
-        kept.append(max(sizes))
-    assert max(kept) <= 512 * 2 * 8, "the largest tensor kept is q, k, v or the output, or m x d"
-
-
 def test_error_falls_with_the_number_of_features():
     """The root mean square error over 20 draws falls as m^(-1/2)."""
     q, k, v = (tokens(1, 1, 32, 8, seed=s, size=0.4) for s in (1, 2, 3))
@@ -342,16 +283,6 @@ def test_error_falls_with_the_number_of_features():
     slope = torch.tensor(errors).log2().diff()
     assert slope.mean().item() == pytest.approx(-0.5, abs=0.06), errors
     assert (slope < -0.2).all(), errors
-
-
-def test_keys_shifted_by_any_constant_leave_softmax_as_it_is():
-    q, k, v = (tokens(1, 1, 9, 4, seed=s, size=0.5) for s in (1, 2, 3))
-    shift = tokens(4, seed=4)
-    torch.testing.assert_close(softmax_attention(q, k - shift, v), softmax_attention(q, k, v))
-    w = draw_projection(2**15, 4, seed=0, dtype=F64)
-    for c in (None, q.mean((0, 1, 2)) + k.mean((0, 1, 2))):
-        out = linear_attention(q, k, v, fold_features(w, None, 4, shift=c, orthogonal=True))
-        assert (out - softmax_attention(q, k, v)).norm() < 0.01 * v.norm()
 
 
 @pytest.mark.parametrize("causal", [False, True])

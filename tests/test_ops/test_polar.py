@@ -63,12 +63,6 @@ def test_polar_keeps_its_promise_up_to_kappa(n, kappa):
         assert kappa_corrected(W, ops.polar_correction(W, kappa)) <= 2.05 + 1e-3, name
 
 
-def test_number_of_steps():
-    assert len(ops.polar_schedule(1e3, 384)) == 8
-    assert len(ops.polar_schedule(1e6, 384)) == 13
-    assert ops.polar_schedule(1e3, 384) is ops.polar_schedule(1e3, 384), "found once per shape"
-
-
 def test_beyond_kappa_polar_degrades_and_zeros_stay_zero_where_svd_repairs_them():
     sigma = torch.ones(16)
     worst = []
@@ -130,9 +124,3 @@ def test_quintic_is_the_best_one(interval):
     assert residual.abs().max().item() == pytest.approx(error, rel=1e-6, abs=1e-12)
     extremes = residual[residual.abs() > error * (1 - 1e-5)].sign()
     assert extremes[torch.cat([torch.tensor([True]), extremes.diff() != 0])].tolist() == [1, -1, 1, -1]
-
-
-@pytest.mark.parametrize("interval", [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (-1.0, 1.0)])
-def test_quintic_needs_an_interval(interval):
-    with pytest.raises(ValueError, match="0 < lower < upper"):
-        ops.optimal_quintic(*interval)

@@ -10,7 +10,6 @@ from mmspectral.ops.random_features import (
     draw_projection,
     fold_features,
     kernel_logits,
-    reference,
     sharp_proposal,
     theorem_3_2_proposal,
 )
@@ -32,12 +31,9 @@ def test_the_draw_is_a_function_of_seed_layer_and_counter():
     others = [dict(seed=4, layer=2, counter=1), dict(seed=3, layer=1, counter=2), dict(seed=3, layer=2, counter=2)]
     assert all(not torch.equal(draw_projection(10, 4, **other), first) for other in others)
     assert first.dtype == torch.float32 and first.device.type == "cpu"
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_an_empty_projection_is_refused(shape):
-    with pytest.raises(ValueError, match="at least one"):
-        draw_projection(*shape, seed=0)
+    for shape in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="at least one"):
+            draw_projection(*shape, seed=0)
 
 
 @pytest.mark.parametrize(("m", "dim"), [(5, 5), (13, 5), (3, 5)])
@@ -128,29 +124,6 @@ def test_sharp_minimises_the_mean_log_second_moment():
         assert (1 - sigma) / 4 == pytest.approx((1 - (2 * sigma - 1)) / 8), "a of the paper"
 
 
-def test_the_closed_form_of_the_second_moment():
-    """E[(phi(q) phi(k))^2] with a proposal, against Gauss-Hermite-like quadrature over omega."""
-    sigma, x, y = 1.7, 0.4, 0.9
-    omega = torch.linspace(-30, 30, 600_001, dtype=torch.float64)
-    density = torch.exp(-omega.square() / (2 * sigma)) / math.sqrt(2 * math.pi * sigma)
-    ratio = math.sqrt(sigma) * torch.exp(-omega.square() / 2 + omega.square() / (2 * sigma))
-    product = torch.exp(omega * (x + y) - (x * x + y * y) / 2) * ratio
-    moment = torch.trapezoid(product.square() * density, omega).item()
-    closed = sigma / math.sqrt(2 * sigma - 1) * math.exp(2 * sigma * (x + y) ** 2 / (2 * sigma - 1) - x * x - y * y)
-    assert moment == pytest.approx(closed, rel=1e-9)
-
-
-def test_sharp_and_shift_lower_the_variance_they_are_made_for():
-    q, k, c, M = setting()
-    z = 1.4 * (q + k)
-    plain = estimates(0.7 * z, 0.7 * z, M / (M @ z).norm(), orthogonal=False)
-    M = M / (M @ z).norm()
-    sharp = estimates(0.7 * z, 0.7 * z, M, proposal=sharp_proposal(torch.outer(M @ z, M @ z) * 1.96), orthogonal=False)
-    assert sharp.var() < 0.9 * plain.var()
-    shifted = estimates(0.7 * z, 0.7 * z, M, shift=1.4 * z, orthogonal=False)  # q + k - c = 0: no variance at all
-    assert shifted.var() < 1e-20 * plain.var()
-
-
 def test_theorem_3_2_raises_where_it_does_not_hold():
     proposal = theorem_3_2_proposal(torch.diag(torch.tensor([0.1, 0.3, 0.0])))
     expected = torch.tensor([1.0, 1.2 / 0.8, 1.6 / 0.4], dtype=torch.float64)
@@ -173,21 +146,6 @@ def test_theorem_3_2_is_optimal_for_gaussian_data():
     best = min((1.2 + 0.01 * i for i in range(300)), key=moment)
     sigma = theorem_3_2_proposal(torch.tensor([[lambda_]], dtype=torch.float64)).variance.item()
     assert sigma == pytest.approx(best, abs=0.011)
-
-
-@pytest.mark.parametrize("proposed", [False, True])
-def test_the_folded_form_is_the_kernel_of_the_reference(proposed):
-    generator = torch.Generator().manual_seed(3)
-    d, r, m = 5, 3, 7
-    q, k = (torch.randn(n, d, generator=generator, dtype=torch.float64) for n in (4, 6))
-    M = torch.randn(r, d, generator=generator, dtype=torch.float64)
-    w = draw_projection(m, r, seed=0, dtype=torch.float64)
-    proposal = sharp_proposal(M @ M.t() / d) if proposed else None
-    features = fold_features(w, M, d, proposal=proposal, orthogonal=True)
-    assert features.num_features == m and features.rows.shape == (1, r + m if proposed else m, d)
-    phi_q, phi_k = (reference.feature_map(x, w, M, d**-0.5, *(proposal or ())) for x in (q, k))
-    ours = kernel_logits(q[None, None], k[None, None], features)[0, 0]
-    torch.testing.assert_close(ours.exp(), phi_q @ phi_k.t(), rtol=1e-11, atol=0)
 
 
 def test_the_norm_is_read_off_the_features_only_where_that_is_exact():

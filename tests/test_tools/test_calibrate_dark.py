@@ -2,9 +2,6 @@
 
 import copy
 import csv
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +13,9 @@ from mmspectral.analysis import calibrate_checkpoint, calibration_batches, check
 from mmspectral.errors import UsageError
 from mmspectral.layers import feature_kernels
 from mmspectral.ops.random_features import draw_projection
+from tests.helpers import CONFIGS, TOY
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests" / "data" / "toy_classification"
-SHAPES = ROOT / "configs" / "dark" / "mask-rcnn_dark-vit-d128-p8_fpn_shapes.py"
+SHAPES = CONFIGS / "dark" / "mask-rcnn_dark-vit-d128-p8_fpn_shapes.py"
 DARK = dict(type="dark", num_features=12, proposal="sharp", shift="fixed", seed=5)
 
 
@@ -48,29 +44,14 @@ def softmax(tmp_path):
     return path
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Return a function that runs the tool in this process: exit status and what it printed to both streams."""
-
-    def run_in_process(*arguments):
-        monkeypatch.setattr(sys, "argv", ["calibrate_dark.py", *map(str, arguments)])
-        status = 0
-        try:
-            runpy.run_path(str(ROOT / "tools" / "analysis_tools" / "calibrate_dark.py"), run_name="__main__")
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, *capsys.readouterr()
-
-    return run_in_process
-
-
+TOOL = "analysis_tools/calibrate_dark.py"
 FEW = ["--batches", 2, "--batch-size", 2, "--steps", 2]
 
 
-def test_command_line(run, softmax, tmp_path):
+def test_command_line(call_tool, softmax, tmp_path):
     config().dump(tmp_path / "config.py")
     arguments = [tmp_path / "config.py", softmax, tmp_path / "dark.pth", *FEW]
-    status, out, errors = run(*arguments, "--csv", tmp_path / "rows.csv")
+    status, out, errors = call_tool(TOOL, *arguments, "--csv", tmp_path / "rows.csv")
     assert status == 0, errors
     assert "| backbone.layers.0.attn.kernel | 12 | " in out and out.endswith(f"{tmp_path / 'dark.pth'}\n")
     (row,) = csv.DictReader((tmp_path / "rows.csv").open())
@@ -91,9 +72,9 @@ def test_command_line(run, softmax, tmp_path):
     by_init_cfg.init_weights()
     assert torch.equal(feature_kernels(by_init_cfg)["backbone.layers.0.attn.kernel"].M, kernel.M)
 
-    status, _, errors = run(*arguments)
+    status, _, errors = call_tool(TOOL, *arguments)
     assert status == 2 and "dark.pth is there already; choose another name or pass --force" in errors
-    status, out, errors = run(*arguments, "--force", "--features", 6, "--data", "val")
+    status, out, errors = call_tool(TOOL, *arguments, "--force", "--features", 6, "--data", "val")
     assert status == 0 and "| backbone.layers.0.attn.kernel | 6 | " in out, errors
     assert torch.load(tmp_path / "dark.pth", weights_only=True)["state_dict"][
         "backbone.layers.0.attn.kernel.w"
@@ -141,36 +122,24 @@ def test_what_is_wrong_is_said(change, options, message, softmax, tmp_path):
     assert not (tmp_path / "dark.pth").exists()
 
 
-def test_another_model_is_refused(tmp_path):
-    torch.save(dict(state_dict={"nothing.weight": torch.ones(3)}), tmp_path / "other.pth")
-    with pytest.raises(UsageError, match="At least 90 % must match"):
-        calibrate_checkpoint(config(), str(tmp_path / "other.pth"), tmp_path / "dark.pth")
-
-
 def test_inputs_of_a_checkpoint_are_those_of_its_softmax_attention(softmax):
-    inputs = checkpoint_inputs(config(), str(softmax), num_batches=3, batch_size=1, num_tokens=1000)
-    model = build(config(None)).eval()
+    (found,) = checkpoint_inputs(config(), str(softmax), num_batches=3, batch_size=1, num_tokens=1000).values()
+    model, seen = build(config(None)).eval(), []
     model.load_state_dict(torch.load(softmax, weights_only=True)["state_dict"])
-    assert list(inputs) == [f"backbone.layers.{i}.attn.kernel" for i in range(len(model.backbone.layers))]
-    seen = {i: [] for i in range(len(inputs))}
-    for i, layer in enumerate(model.backbone.layers):
-        layer.attn.qkv.register_forward_hook(lambda module, args, out, i=i: seen[i].append(out.detach()))
+    model.backbone.layers[0].attn.qkv.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     with DefaultScope.overwrite_default_scope(config().default_scope):
         loader = Runner.build_dataloader(config().train_dataloader, seed=0)
     for batch in calibration_batches(loader, 3, 1, seed=0):
         see(model, batch)
-    for i, (q, k, v) in enumerate(inputs.values()):
-        mine = torch.cat([t.sum(2).flatten(1) for t in (q, k, v)], dim=1)  # tokens are in another order
-        torch.testing.assert_close(mine, torch.cat(seen[i]).sum(1))
+    mine = torch.cat([t.sum(2).flatten(1) for t in found], dim=1)  # tokens are in another order
+    torch.testing.assert_close(mine, torch.cat(seen).sum(1))
 
 
-def test_errors_on_the_queries_and_keys_of_a_checkpoint(softmax, tmp_path, monkeypatch):
-    cfg = tmp_path / "dark.py"
-    config().dump(cfg)
+def test_errors_on_the_queries_and_keys_of_a_checkpoint(call_tool, softmax, tmp_path):
+    config().dump(tmp_path / "dark.py")
     out = tmp_path / "errors.csv"
     options = ["--images", 4, "--features", 8, "--seeds", 2, "--estimators", "performer", "uniform", "--out", out]
-    monkeypatch.setattr(sys, "argv", ["attention_error.py", "--checkpoint", *map(str, [cfg, softmax, *options])])
-    runpy.run_path(str(ROOT / "tools" / "analysis_tools" / "attention_error.py"), run_name="__main__")
+    call_tool("analysis_tools/attention_error.py", "--checkpoint", tmp_path / "dark.py", softmax, *options)
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["data"], row["estimator"]) for row in rows] == [("dark", "performer"), ("dark", "uniform")]

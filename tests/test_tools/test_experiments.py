@@ -1,32 +1,25 @@
 """The study that replaces the attention of a trained ViT: one small run of each command."""
 
 import csv
-import runpy
-import sys
-from pathlib import Path
 
 import torch
 from mmengine.logging import MMLogger
-from PIL import Image
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "experiments" / "attention_swap.py"
+from tests.helpers import class_folders
 
 
-def test_attention_swap(tmp_path, monkeypatch, capsys):
+def test_attention_swap(call_tool, tmp_path, monkeypatch):
     for part in ("train", "test"):
-        for label, name in enumerate(("a", "b")):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(2):
-                Image.new("RGB", (8, 8), (200 * label, 10 * i, 0)).save(tmp_path / part / name / f"{i}.png")
+        class_folders(tmp_path / part, ("a", "b"), size=(8, 8))
     # In this process, of which a logger and the number of threads would stay as the tool sets them.
     loggers = MMLogger._instance_dict
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
 
     def run(*arguments):
         monkeypatch.setattr(MMLogger, "_instance_dict", loggers.copy())
-        monkeypatch.setattr(sys, "argv", ["attention_swap.py", *map(str, arguments)])
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-        return capsys.readouterr().out
+        status, output, errors = call_tool("experiments/attention_swap.py", *arguments)
+        assert not status, errors
+        return output
 
     where = ["--data", tmp_path, "--checkpoint", tmp_path / "softmax.pth"]
     assert "epoch 1: accuracy" in run("train", *where, "--epochs", 1, "--arch", 16, 1, 2, 16)

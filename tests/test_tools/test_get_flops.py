@@ -1,24 +1,13 @@
 """The table of what the parts of a model cost."""
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tools" / "analysis_tools" / "get_flops.py"
-DETECTOR = ROOT / "configs" / "quickstart" / "mask-rcnn_spectral-swin-d48_fpn_shapes.py"
+from tests.helpers import CONFIGS
 
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["get_flops.py", *map(str, arguments)])
-        runpy.run_path(str(SCRIPT))["main"]()
-        return capsys.readouterr().out
-
-    return run
+TOOL = "analysis_tools/get_flops.py"
+DETECTOR = CONFIGS / "quickstart" / "mask-rcnn_spectral-swin-d48_fpn_shapes.py"
 
 
 def parts(printed):
@@ -27,8 +16,8 @@ def parts(printed):
     return {name: list(map(float, counts)) for name, *counts in rows[2:]}
 
 
-def test_parts_of_a_detector_on_a_padded_image(run):
-    printed = run(DETECTOR, "--shape", 100, 120)
+def test_parts_of_a_detector_on_a_padded_image(call_tool):
+    _, printed, _ = call_tool(TOOL, DETECTOR, "--shape", 100, 120)
     assert "Input 1 x 3 x 128 x 128, from an image of 100 x 120\n" in printed
     table = parts(printed)
     assert list(table) == ["backbone", "neck", "rpn_head", "roi_head", "total"]
@@ -39,9 +28,9 @@ def test_parts_of_a_detector_on_a_padded_image(run):
     assert "aten::softmax" in printed.splitlines()[-1]
 
 
-def test_a_classifier_has_224_pixels_and_its_attention(run, toy_config, monkeypatch):
+def test_a_classifier_has_224_pixels_and_its_attention(call_tool, toy_config, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(toy_config).parent))
-    printed = run(toy_config, "--cfg-options", "model.backbone.img_size=224")
+    _, printed, _ = call_tool(TOOL, toy_config, "--cfg-options", "model.backbone.img_size=224")
     assert "Input 1 x 3 x 224 x 224, from an image of 224 x 224\n" in printed
     assert list(parts(printed)) == ["backbone", "head", "total"]
     assert "scaled_dot_product_attention 0.001" in printed  # 2 * 197^2 * 16
@@ -55,8 +44,6 @@ def test_a_classifier_has_224_pixels_and_its_attention(run, toy_config, monkeypa
         (["missing.py"], "There is no config missing.py"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(run, arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(*arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_counted_is_refused(call_tool, arguments, message):
+    status, _, errors = call_tool(TOOL, *arguments)
+    assert status == 2 and message in errors

@@ -18,7 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mmspectral.analysis import Fit
+from mmspectral.analysis import (
+    Fit,
+    Geometry,
+    approximation_error,
+    calibrate_geometry,
+    kernel_attention,
+    markdown_table,
+    query_key_moments,
+)
 from mmspectral.ops import (
     constant_attention,
     draw_projection,
@@ -28,16 +36,15 @@ from mmspectral.ops import (
     uniform_attention,
 )
 
-FIXED_SHIFT = Fit(shift=False)
 CALIBRATED = {
     "temperature": dict(strengths=(0,), fit=None, sharp=False, shift=False),
     "temperature+sharp+shift": dict(strengths=(0,), fit=None),
     "family+sharp+shift": dict(fit=None),
-    "dark": dict(sharp=False, shift=False, fit={}),
-    "dark+sharp": dict(shift=False, fit={}),
-    "dark+shift": dict(sharp=False, fit=FIXED_SHIFT),
-    "dark+sharp+shift": dict(fit=FIXED_SHIFT),
-    "dark+sharp+fitted-shift": dict(fit={}),
+    "dark": dict(sharp=False, shift=False, fit=Fit()),
+    "dark+sharp": dict(shift=False, fit=Fit()),
+    "dark+shift": dict(sharp=False, fit=Fit(shift=False)),
+    "dark+sharp+shift": dict(fit=Fit(shift=False)),
+    "dark+sharp+fitted-shift": dict(fit=Fit()),
 }
 CONTROLS = ("uniform", "constant", "performer", "performer+sharp+shift", "whitening", "theorem-3.2")
 ESTIMATORS = (*CONTROLS, *CALIBRATED)
@@ -85,7 +92,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--out", type=Path, required=True, help="CSV, continued if it exists")
-    parser.add_argument("--plot", type=Path, help="PNG, SVG or PDF of all that the CSV holds")
     args = parser.parse_args()
     if not args.npz and not args.synthetic and not args.checkpoint:
         parser.error("nothing to measure on: give --npz, --checkpoint or --synthetic.")
@@ -98,8 +104,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def load(path: Path) -> list[Layer]:
-    import torch
-
     with np.load(path) as arrays:
         layers = []
         while f"q{len(layers)}" in arrays:
@@ -121,7 +125,6 @@ def from_checkpoint(config: str, file: str, num_images: int) -> list[Layer]:
 
 
 def synthesise(condition: float, energy: float, shape: tuple[int, int, int, int]) -> list[Layer]:
-
     B, h, N, d = shape
     generator = torch.Generator().manual_seed(0)
     lambda_ = torch.logspace(0, -1, d, base=condition)
@@ -143,13 +146,9 @@ def data_sets(args: argparse.Namespace) -> Iterator[tuple[str, list[Layer]]]:
 
 
 def geometry_of(name: str, layer: Layer, m: int):
-    from mmspectral.analysis import Geometry, calibrate_geometry, query_key_moments
-
     q, k, v = layer.calibration
     if name in CALIBRATED:
-        options = CALIBRATED[name]
-        fit = None if options["fit"] is None else Fit(**options["fit"])
-        return calibrate_geometry(q, k, v, m, **options | dict(fit=fit))
+        return calibrate_geometry(q, k, v, m, **CALIBRATED[name])
     h, d = q.shape[1], q.shape[-1]
     M, moments, scale = torch.eye(d).repeat(h, 1, 1), query_key_moments(q, k), d**-0.5
     if name == "performer+sharp+shift":
@@ -163,8 +162,6 @@ def geometry_of(name: str, layer: Layer, m: int):
 
 def measure(name: str, layer: Layer, m: int, seeds: int):
     """Return the ApproximationError of one estimator."""
-    from mmspectral.analysis import approximation_error, kernel_attention
-
     q, k, v = layer.test
     N, d = q.shape[2:]
     exact, draws = softmax_attention(q, k, v), range(seeds)
@@ -180,15 +177,6 @@ def measure(name: str, layer: Layer, m: int, seeds: int):
     return approximation_error(attention, exact, draws, kernel_attention(q, k, v, geometry.M))
 
 
-def theorem_holds(layer: Layer):
-    """Return which heads Theorem 3.2 applies to [h]."""
-
-    from mmspectral.analysis import query_key_moments
-
-    covariance = query_key_moments(*layer.calibration[:2]).covariance
-    return torch.linalg.eigvalsh(covariance * covariance.shape[-1] ** -0.5).amax(-1) < 0.5
-
-
 def measure_rows(names: list[str], layers: list[Layer], m: int, seeds: int) -> Iterator[tuple[str, dict]]:
     """Yield the errors of each estimator, leaving out those that exist for no head."""
 
@@ -197,8 +185,9 @@ def measure_rows(names: list[str], layers: list[Layer], m: int, seeds: int) -> I
     for name in names:
         heads = torch.ones_like(to_compare, dtype=torch.bool)
         measured = layers
-        if name == "theorem-3.2":
-            holds = [theorem_holds(layer) for layer in layers]
+        if name == "theorem-3.2":  # it applies to the heads whose covariance has eigenvalues below 1/2
+            covariances = [query_key_moments(*layer.calibration[:2]).covariance for layer in layers]
+            holds = [torch.linalg.eigvalsh(c * c.shape[-1] ** -0.5).amax(-1) < 0.5 for c in covariances]
             heads = torch.cat(holds)
             measured = [Layer(*([t[:, x] for t in part] for part in y)) for y, x in zip(layers, holds, strict=True)]
             measured = [layer for layer in measured if layer.test[0].shape[1]]
@@ -224,56 +213,22 @@ def read(path: Path) -> list[dict]:
 def markdown(rows: list[dict]) -> str:
     """Return one table per data set; per number of features the error, its ratio to Performer's, own error and bias."""
     shown = ("error_softmax", "ratio_to_performer", "error_own", "bias")
-    lines = ["Cells: error against softmax / ratio to Performer / error against the own kernel / bias."]
+
+    def cell(row: dict) -> str:
+        return " / ".join(f"{float(row[x]):.3f}" if row[x] else "-" for x in shown if row)
+
+    parts = ["Cells: error against softmax / ratio to Performer / error against the own kernel / bias."]
     for data in dict.fromkeys(row["data"] for row in rows):
         cells = {(row["estimator"], int(row["m"])): row for row in rows if row["data"] == data}
         sizes = sorted({m for _, m in cells})
-        lines += ["", f"| {data} | " + " | ".join(f"m = {m}" for m in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
+        lines = []
         for name in ESTIMATORS:
-            measured = [cells.get((name, m)) for m in sizes]
+            measured = [cells.get((name, m), {}) for m in sizes]
             if any(measured):
                 heads = next(row["heads"] for row in measured if row)
-                texts = [
-                    " / ".join(f"{float(row[x]):.3f}" if row[x] else "-" for x in shown) if row else ""
-                    for row in measured
-                ]
-                lines.append(f"| {name} ({heads} heads) | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    names, quantities = list(dict.fromkeys(row["data"] for row in rows)), ("error_softmax", "error_own", "bias")
-    features = sorted({int(row["m"]) for row in rows})
-    figure = Figure(figsize=(3.2 * len(names) + 2.5, 8), layout="constrained")
-    panels = figure.subplots(len(quantities), len(names), squeeze=False, sharex=True, sharey="row")
-    colours = {name: f"C{i % 10}" for i, name in enumerate(ESTIMATORS)}
-    for column, data in enumerate(names):
-        for axes, quantity in zip(panels[:, column], quantities, strict=True):
-            for i, name in enumerate(ESTIMATORS):
-                mine = sorted(
-                    (int(row["m"]), float(row[quantity]))
-                    for row in rows
-                    if (row["data"], row["estimator"]) == (data, name) and row[quantity]
-                )
-                if mine:
-                    style = "o-" if i < 10 else "s--"
-                    axes.plot(*zip(*mine, strict=True), style, color=colours[name], ms=3, lw=1, label=name)
-            axes.set_xscale("log")
-            axes.set_xticks(features, features)
-            if quantity != "bias":  # which may be 0
-                axes.set_yscale("log")
-                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-            axes.minorticks_off()
-            axes.grid(alpha=0.3, which="both")
-            axes.set_ylabel(quantity if column == 0 else "")
-        panels[0, column].set_title(data, fontsize="small")
-        panels[-1, column].set_xlabel("features m")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    figure.savefig(path)
+                lines.append([f"{name} ({heads} heads)", *map(cell, measured)])
+        parts.append(markdown_table([data, *(f"m = {m}" for m in sizes)], lines))
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -293,8 +248,6 @@ def main() -> None:
                     writer.writerow(keys[name] | row)
                     file.flush()
     print(markdown(read(args.out)))
-    if args.plot:
-        plot(read(args.out), args.plot)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     benchmark.py attention     attention of linear cost against exact softmax, by length
     benchmark.py conditioning  backbones with a correction against mmpretrain's own at the same weights
     benchmark.py configs       whole training steps of configs against those of the first
-    benchmark.py corrections   finding C without an SVD against finding it with one
 
 A ratio is the median, over the rounds, of the time of a form over that of the
 baseline in the same round, so that a slow minute of a shared machine falls on
@@ -12,7 +11,6 @@ both. Peak memory is that of a process of its own for each form.
 """
 
 import argparse
-import csv
 import importlib
 import multiprocessing
 import platform
@@ -21,9 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
+
+from mmengine.config import DictAction
+
+from mmspectral.arguments import read_config
 
 PACKAGES = {"darkformer-pytorch": "darkformer_pytorch", "performer-pytorch": "performer_pytorch"}
 IMPLEMENTATIONS = ("softmax", "dark", "dark-sharp", "performer", *PACKAGES)
@@ -44,10 +46,8 @@ def parse_args() -> argparse.Namespace:
     common.add_argument("--rounds", type=int, default=7)
     common.add_argument("--threads", type=int, help="default: torch's")
     common.add_argument("--out", type=Path, metavar="CSV")
-    device = argparse.ArgumentParser(add_help=False)
-    device.add_argument("--device", help="default: cuda where there is one, else cpu")
 
-    attention = commands.add_parser("attention", parents=[common, device], help=f"any of {', '.join(IMPLEMENTATIONS)}")
+    attention = commands.add_parser("attention", parents=[common], help=f"any of {', '.join(IMPLEMENTATIONS)}")
     attention.add_argument("--lengths", type=int, nargs="+", default=[196, 1024, 4096, 16384, 65536], help="N")
     attention.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     attention.add_argument("--baseline", choices=IMPLEMENTATIONS, default="softmax", help="what ratios are to")
@@ -58,6 +58,7 @@ def parse_args() -> argparse.Namespace:
     attention.add_argument("--features", type=int, default=128, help="m")
     attention.add_argument("--causal", action="store_true", help="leaves the packages out")
     attention.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    attention.add_argument("--device", help="default: cuda where there is one, else cpu")
 
     conditioning = commands.add_parser("conditioning", parents=[common], help="stock, corrections and folded")
     conditioning.add_argument("--family", nargs="+", choices=FAMILIES, default=["xcit"])
@@ -71,12 +72,7 @@ def parse_args() -> argparse.Namespace:
 
     configs = commands.add_parser("configs", parents=[common], help="steps without optimizer, on the first's data")
     configs.add_argument("configs", nargs="+", help="the first is what the others are divided by")
-    configs.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="changes to all configs")
-
-    corrections = commands.add_parser("corrections", parents=[common, device], help="polar iteration against SVD")
-    corrections.add_argument("--sizes", type=int, nargs="+", default=[192, 384, 768], help="D of D x D projections")
-    corrections.add_argument("--batch", type=int, default=3, help="matrices at once: q, k and v")
-    corrections.add_argument("--kappas", type=float, nargs="+", default=[1e3, 1e6], help="promised condition numbers")
+    configs.add_argument("--cfg-options", nargs="+", action=DictAction, metavar="KEY=VALUE", help="for all configs")
 
     args = parser.parse_args()
     if args.rounds < 2:
@@ -112,36 +108,17 @@ def compare_times(seconds: Mapping[str, list[float]], baseline: str) -> dict[str
     compared = {}
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(times, seconds[baseline], strict=True)]
-        lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the data
-        compared[name] = dict(
-            ms=round(1e3 * statistics.median(times), 3),
-            ratio=round(median, 4),
-            lower_quartile=round(lower, 4),
-            upper_quartile=round(upper, 4),
-        )
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the data
+        numbers = (1e3 * statistics.median(times), *quartiles)
+        columns = ("ms", "lower_quartile", "ratio", "upper_quartile")
+        compared[name] = {column: round(number, 4) for column, number in zip(columns, numbers, strict=True)}
     return compared
 
 
 def in_fresh_process(function: Callable, *arguments: object) -> object:
     """Return what ``function`` returns in a process that ends with it."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_result, args=(sender, function, *arguments))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise SystemExit(
-            f"{function.__name__}{arguments[1:]} ended without a result: see above, or out of memory."
-        ) from None
-    finally:
-        process.join()
-
-
-def send_result(sender: Connection, function: Callable, *arguments: object) -> None:
-    with sender:
-        sender.send(function(*arguments))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def peak_mib() -> float:
@@ -155,16 +132,14 @@ def available(args: argparse.Namespace) -> list[str]:
     """Return the wanted implementations that there are, saying which are left out and why."""
     names = []
     for name in args.impl:
-        if name in PACKAGES and args.causal:
-            print(f"{name} is left out: it is compared without causal only", file=sys.stderr)
-            continue
         try:
+            if name in PACKAGES and args.causal:
+                raise ImportError("it is compared without causal only")
             if name in PACKAGES:
                 importlib.import_module(PACKAGES[name])
+            names.append(name)
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
-        names.append(name)
     return names
 
 
@@ -257,22 +232,7 @@ def benchmark_attention(args: argparse.Namespace) -> list[dict]:
         for name in here:
             peak = in_fresh_process(attention_peak, name, n, args)
             rows.append(dict(impl=name, n=n, forward_ms=forward[name]["ms"], **both[name], peak_extra_mib=peak))
-    for name in names:
-        if name != "softmax" and "softmax" in names:
-            print(crossover(rows, name), file=sys.stderr)
     return rows
-
-
-def crossover(rows: list[dict], name: str) -> str:
-    """Say from which measured length on ``name`` is faster than softmax, forward and backward."""
-    times = {(row["impl"], row["n"]): row["ms"] for row in rows}
-    lengths = sorted(n for impl, n in times if impl == "softmax" and (name, n) in times)
-    slower = [n for n in lengths if times[name, n] >= times["softmax", n]]
-    if not slower:
-        return f"{name} is faster than softmax at every length measured, from {lengths[0]} on"
-    if slower[-1] == lengths[-1]:
-        return f"softmax is faster than {name} at {slower[-1]}, the greatest length at which both were measured"
-    return f"softmax is faster than {name} up to {slower[-1]}, {name} from {lengths[lengths.index(slower[-1]) + 1]} on"
 
 
 # conditioning
@@ -360,20 +320,11 @@ def benchmark_conditioning(args: argparse.Namespace) -> list[dict]:
 # configs
 
 
-def load_config(path: str, args: argparse.Namespace):
-    from mmengine.config import DictAction
-
-    from mmspectral.arguments import read_config
-
-    options = {key: DictAction._parse_iterable(value) for key, value in (o.split("=", 1) for o in args.cfg_options)}
-    return read_config(path, options)
-
-
 def first_batch(args: argparse.Namespace) -> dict:
     from mmengine.registry import init_default_scope
     from mmengine.runner import Runner
 
-    cfg = load_config(args.configs[0], args)
+    cfg = read_config(args.configs[0], args.cfg_options)
     init_default_scope(cfg.get("default_scope", "mmengine"))
     loader = dict(cfg.train_dataloader, num_workers=0, persistent_workers=False)
     return next(iter(Runner.build_dataloader(loader, seed=0)))
@@ -386,7 +337,7 @@ def config_step(path: str, batch: dict, args: argparse.Namespace) -> Callable[[]
 
     from mmspectral.registry import MODELS
 
-    cfg = load_config(path, args)
+    cfg = read_config(path, args.cfg_options)
     set_random_seed(0)
     with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmengine")):
         model = MODELS.build(cfg.model)
@@ -421,43 +372,12 @@ def benchmark_configs(args: argparse.Namespace) -> list[dict]:
     ]
 
 
-# corrections
-
-
-def benchmark_corrections(args: argparse.Namespace) -> list[dict]:
-    import torch
-
-    from mmspectral import ops
-
-    rows = []
-    for size in args.sizes:
-        generator = torch.Generator().manual_seed(0)
-        W = (0.02 * torch.randn(args.batch, size, size, generator=generator)).to(args.device)
-        for kappa in args.kappas:
-            found = {"svd": ops.svd_correction, "polar": partial(ops.polar_correction, kappa=kappa)}
-
-            def step(form: Callable, W=W) -> None:
-                form(W)
-                if W.is_cuda:
-                    torch.cuda.synchronize()
-
-            seconds = time_in_turn({name: partial(step, form) for name, form in found.items()}, args.rounds)
-            for name, times in compare_times(seconds, "svd").items():
-                reached = ops.condition_number(W.double() + found[name](W).double()).max().item()
-                case = dict(size=size, matrices=args.batch, promised_kappa=f"{kappa:g}", form=name)
-                rows.append(case | times | dict(kappa=round(reached, 4)))
-    return rows
-
-
-def markdown(rows: list[dict]) -> str:
-    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row.values()))} |" for row in rows)])
-
-
 def main() -> None:
     args = parse_args()
 
     import torch
+
+    from mmspectral.analysis import markdown_table, write_csv
 
     args.threads = args.threads or torch.get_num_threads()
     torch.set_num_threads(args.threads)
@@ -469,12 +389,9 @@ def main() -> None:
     if str(getattr(args, "device", "")).startswith("cuda"):
         machine = torch.cuda.get_device_name(args.device)
     print(f"torch {torch.__version__}, {machine}; {', '.join(f'{k} {v}' for k, v in settings.items())}\n")
-    print(markdown(rows))
+    print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
     if args.out:
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(rows, args.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
+    require_checkpoint,
     set_loading,
 )
 from mmspectral.errors import UsageError
@@ -46,8 +47,7 @@ def parse_args() -> argparse.Namespace:
 @report_usage_errors
 def main() -> None:
     args = parse_args()
-    if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_file():
-        raise UsageError(f"There is no checkpoint {args.checkpoint}.")
+    require_checkpoint(args.checkpoint)
     if args.out.exists() and not args.force:
         raise UsageError(f"{args.out} is there already; choose another name or pass --force.")
     cfg = read_config(args.config, args.cfg_options)

@@ -8,25 +8,17 @@ import argparse
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SEED_SUFFIX = re.compile(r"-seed(\d+)$")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished run.
+class Run(NamedTuple):
+    """One finished run: AP of its last validation, and medians of kappa over layers and projections.
 
-    Args:
-        group: Folder name without ``-seedN``.
-        seed: N.
-        box_ap: ``coco/bbox_mAP`` of the last validation.
-        mask_ap: ``coco/segm_mAP`` likewise.
-        kappa_start: Median, over layers and projections, of the condition number
-            of what the layers multiply by (W + C, or W of a stock model), of the
-            config's model as drawn from N.
-        kappa_end: The same of the last checkpoint.
+    kappa is that of what the layers multiply by (W + C, or W of a stock model), of the
+    config's model as drawn from the seed and with the last checkpoint.
     """
 
     group: str
@@ -65,17 +57,17 @@ def median_kappa(model) -> float:
 
 def comparison_table(runs: Sequence[Run]) -> str:
     """Return a Markdown table with one row per group: mean and, in brackets, smallest and largest of its seeds."""
-    lines = [
-        "| runs | seeds | box AP | mask AP | median kappa, start | median kappa, end |",
-        "|---|---|---|---|---|---|",
-    ]
+    from mmspectral.analysis import markdown_table
+
+    header = ("runs", "seeds", "box AP", "mask AP", "median kappa, start", "median kappa, end")
+    rows = []
     for group in dict.fromkeys(run.group for run in runs):
         members = [run for run in runs if run.group == group]
         seeds = ", ".join(str(seed) for seed in sorted(run.seed for run in members))
         cells = [spread([getattr(run, name) for run in members], "{:.3f}".format) for name in ("box_ap", "mask_ap")]
         cells += [spread([getattr(run, name) for run in members], short) for name in ("kappa_start", "kappa_end")]
-        lines.append(f"| {group} | {seeds} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([group, seeds, *cells])
+    return markdown_table(header, rows)
 
 
 def spread(values: Sequence[float], form: Callable[[float], str]) -> str:

@@ -16,6 +16,7 @@ from mmspectral.arguments import (
     add_trust_argument,
     read_config,
     report_usage_errors,
+    require_checkpoint,
     set_loading,
 )
 from mmspectral.errors import UsageError
@@ -52,8 +53,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     for checkpoint in (*args.checkpoints, *(args.twin or [])[1:]):
-        if "://" not in checkpoint and not Path(checkpoint).expanduser().is_file():
-            raise UsageError(f"There is no checkpoint {checkpoint}.")
+        require_checkpoint(checkpoint)
     if args.work_dir and not args.work_dir.is_dir():
         raise UsageError(f"There is no folder {args.work_dir}.")
     cfg, twin_cfg = read_config(args.config, args.cfg_options), read_config(args.twin[0]) if args.twin else None

@@ -24,9 +24,8 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def table_row(name: str, cost) -> str:
-    counts = (cost.parameters / 1e6, cost.multiply_adds / 1e9, cost.activations / 1e6)
-    return f"| {name} | " + " | ".join(f"{count:.3f}" for count in counts) + " |"
+def counts(cost) -> list[str]:
+    return [f"{count:.3f}" for count in (cost.parameters / 1e6, cost.multiply_adds / 1e9, cost.activations / 1e6)]
 
 
 @report_usage_errors
@@ -36,16 +35,16 @@ def main() -> None:
 
     from mmengine.logging import MMLogger
 
-    from mmspectral.analysis import count_config
+    from mmspectral.analysis import count_config, markdown_table
 
     MMLogger.get_instance("get_flops", log_level="WARNING")  # a data preprocessor reports its settings
     host = host_package(cfg)
     shape = (args.shape[0], args.shape[-1]) if args.shape else DEFAULT_SHAPES[host]
     counted = count_config(cfg, shape)
     print(f"Input {' x '.join(map(str, counted.input_shape))}, from an image of {shape[0]} x {shape[1]}\n")
-    print("| part | parameters (M) | FLOPs (G multiply-adds) | activations (M) |\n|---|---|---|---|")
-    for name, cost in {**counted.parts, "total": counted.total}.items():
-        print(table_row(name, cost))
+    header = ("part", "parameters (M)", "FLOPs (G multiply-adds)", "activations (M)")
+    parts = {**counted.parts, "total": counted.total}
+    print(markdown_table(header, [[name, *counts(cost)] for name, cost in parts.items()]))
     operators = ", ".join(f"{name} {count / 1e9:.3f}" for name, count in counted.operators.most_common())
     print(f"\nG multiply-adds by operator: {operators}.")
     print(f"Counted as 0: {', '.join(sorted(counted.uncounted))}.")

@@ -18,8 +18,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from mmspectral.analysis import Fit, calibrate_geometry
+from mmspectral.analysis import Fit, calibrate_model, markdown_table
 from mmspectral.checkpoints import write_checkpoint
 from mmspectral.registry import MODELS
 
@@ -43,14 +44,11 @@ KERNELS = {
     "learned": dict(type="learned"),
     "constant": dict(type="constant"),
 }
-# What calibrate_geometry chooses from: all, M fitted longer than by default, or t I alone.
-CALIBRATED = {
-    "dark calibrated": dict(fit=Fit(steps=1000, lr=0.002)),
-    "temperature": dict(strengths=(0.0,), fit=Fit(steps=0)),
-}
+# How M of a calibrated kernel is fitted: longer than by default, or not, which leaves the best t of t I.
+FITS = {"dark calibrated": Fit(steps=1000, lr=0.002), "temperature": None}
 REGIMES = {"full": "all", "limited": "projections"}
 STAGES = {"replaced": "replaced, not trained", "first_epoch": "after 1 epoch", "final": "after fine-tuning"}
-KEY = ("study", "kernel", "num_features", "regime", "lr", "seed")
+SWEPT = ["exact", "dark calibrated", "dark identity", "performer"]
 SPIKE_WINDOW = 25
 PADDING = 4
 
@@ -173,9 +171,8 @@ def accuracy(model: nn.Module, data: ImageSet, batch_size: int = 250) -> float:
     return correct / len(data.labels)
 
 
-@dataclass(frozen=True)
-class SwapRow:
-    """One fine-tuning: what it was, the accuracies (None where training diverged before) and how training went."""
+class SwapRow(NamedTuple):
+    """One fine-tuning: what it was (the first six), accuracies (None where it diverged before) and how it went."""
 
     study: str
     kernel: str
@@ -189,23 +186,6 @@ class SwapRow:
     last_loss: float
     spikes: int
     diverged: bool
-
-    @property
-    def key(self) -> tuple:
-        return tuple(getattr(self, name) for name in KEY)
-
-
-@torch.no_grad()
-def attention_inputs(model: Classifier, images: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return q, k, v [B, h, N, d] of each layer for images [B, 3, H, W], in evaluation mode."""
-    found = []
-    layers = model.backbone.layers
-    handles = [layer.attn.qkv.register_forward_hook(lambda _, args, output: found.append(output)) for layer in layers]
-    model.eval()(images)
-    for handle in handles:
-        handle.remove()
-    heads = layers[0].attn.num_heads
-    return [qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0) for qkv in found]
 
 
 def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: float = 5.0, least: float = 0.5) -> int:
@@ -241,13 +221,9 @@ def prepare(
 ) -> Classifier:
     """Replace the attention of a trained classifier, and calibrate it on augmented images where the kernel allows."""
     model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed))
-    if kernel in CALIBRATED:
+    if kernel in FITS:
         images, _ = next(data.batches(num_images, torch.Generator().manual_seed(seed)))
-        inputs = attention_inputs(load_softmax(checkpoint), images)
-        for layer, (q, k, v) in zip(model.backbone.layers, inputs, strict=True):
-            found = calibrate_geometry(q, k, v, num_features, seed=seed, **CALIBRATED[kernel])
-            M = found.M[:, 0, 0] if kernel == "temperature" else found.M  # t of t I
-            layer.attn.kernel.set_geometry(M, found.proposal, found.shift)
+        calibrate_model(model, [images], fit=FITS[kernel], seed=seed)
     return model
 
 
@@ -291,10 +267,10 @@ def swap_and_tune(
 def append_row(row: SwapRow, path: Path) -> None:
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SwapRow)], lineterminator="\n")
+        writer = csv.DictWriter(file, SwapRow._fields, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow(asdict(row))
+        writer.writerow(row._asdict())
 
 
 def read_rows(path: Path) -> list[SwapRow]:
@@ -302,7 +278,7 @@ def read_rows(path: Path) -> list[SwapRow]:
     if not path.exists():
         return []
     read = dict(num_features=int, lr=float, seed=int, replaced=float, first_epoch=float, final=float)
-    read |= dict(last_loss=float, spikes=int, diverged=lambda text: text == "True")
+    read |= dict(last_loss=float, spikes=int, diverged="True".__eq__)
     with path.open(newline="") as file:
         return [
             SwapRow(**{name: read.get(name, str)(text) if text else None for name, text in line.items()})
@@ -315,21 +291,18 @@ def markdown_tables(rows: Sequence[SwapRow]) -> str:
     parts = []
     for regime in REGIMES:
         found = [row for row in rows if row.study == "grid" and row.regime == regime]
-        lines = [f"| kernel ({regime}) | m | {' | '.join(STAGES.values())} | seeds |", "|---|---|---|---|---|---|"]
-        for (kernel, m), group in _grouped(found, "kernel", "num_features"):
-            cells = [_spread([getattr(row, stage) for row in group]) for stage in STAGES]
-            lines.append(f"| {kernel} | {'-' if m is None else m} | {' | '.join(cells)} | {len(group)} |")
-        if found:
-            parts.append("\n".join(lines))
-    sweep = [row for row in rows if row.study == "sweep"]
-    if sweep:
-        lines = ["| kernel (sweep) | learning rate | after fine-tuning | spikes | diverged | runs |", "|---" * 6 + "|"]
-        for (kernel, lr), group in _grouped(sweep, "kernel", "lr"):
-            accuracy = _spread([row.final for row in group])
-            spikes, lost = sum(row.spikes for row in group), sum(row.diverged for row in group)
-            lines.append(f"| {kernel} | {lr:g} | {accuracy} | {spikes} | {lost} | {len(group)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        lines = [
+            [kernel, m or "-", *(_spread([getattr(row, stage) for row in group]) for stage in STAGES), len(group)]
+            for (kernel, m), group in _grouped(found, "kernel", "num_features")
+        ]
+        parts.append(markdown_table([f"kernel ({regime})", "m", *STAGES.values(), "seeds"], lines))
+    lines = [
+        [kernel, f"{lr:g}", _spread([row.final for row in group])]
+        + [sum(row.spikes for row in group), sum(row.diverged for row in group), len(group)]
+        for (kernel, lr), group in _grouped([row for row in rows if row.study == "sweep"], "kernel", "lr")
+    ]
+    header = ("kernel (sweep)", "learning rate", "after fine-tuning", "spikes", "diverged", "runs")
+    return "\n\n".join([*parts, markdown_table(header, lines)])
 
 
 def plot_rows(rows: Sequence[SwapRow], path: Path) -> None:
@@ -343,8 +316,7 @@ def plot_rows(rows: Sequence[SwapRow], path: Path) -> None:
     for axis, (study, regime, name, stage) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for i, kernel in enumerate(KERNELS):
             chosen = [r for r in rows if (r.study, r.regime, r.kernel) == (study, regime, kernel)]
-            groups = _grouped([r for r in chosen if getattr(r, stage) is not None], name)
-            for (position,), group in groups:
+            for (position,), group in _grouped([r for r in chosen if getattr(r, stage) is not None], name):
                 values = [100 * getattr(row, stage) for row in group]
                 mean = statistics.fmean(values)
                 if position is None:
@@ -396,19 +368,19 @@ def parse_args() -> argparse.Namespace:
     first.add_argument("--patch-size", type=int, default=4)
     first.set_defaults(batch_size=128)
 
-    grid = commands.add_parser("grid", parents=[data, table, study], help="kernels x features x regimes x seeds")
-    grid.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
-    grid.add_argument("--features", type=int, nargs="+", default=[32, 64, 128], metavar="M")
-    grid.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    grid.add_argument("--seeds", type=int, default=3)
-    grid.add_argument("--lrs", type=float, nargs=1, default=[3e-4], metavar="LR")
-
-    sweep = commands.add_parser("sweep", parents=[data, table, study], help="learning rates, without clipping")
-    sweep.add_argument("--kernels", nargs="+", choices=KERNELS)
-    sweep.add_argument("--features", type=int, nargs=1, default=[64], metavar="M")
-    sweep.add_argument("--seeds", type=int, default=2)
-    sweep.add_argument("--lrs", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3, 3e-3, 1e-2], metavar="LR")
-    sweep.set_defaults(kernels=["exact", "dark calibrated", "dark identity", "performer"], regimes=["full"])
+    # Tables and plot compare what has the same learning rate, or the same number of features.
+    studies = (
+        ("grid", "kernels x features x regimes x seeds", list(KERNELS), ("+", [32, 64, 128]), 3, (1, [3e-4])),
+        ("sweep", "learning rates, without clipping", SWEPT, (1, [64]), 2, ("+", [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])),
+    )
+    for name, text, kernels, (nargs, features), seeds, (nargs_of_lrs, lrs) in studies:
+        command = commands.add_parser(name, parents=[data, table, study], help=text)
+        command.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
+        command.add_argument("--features", type=int, nargs=nargs, default=features, metavar="M")
+        command.add_argument("--seeds", type=int, default=seeds)
+        command.add_argument("--lrs", type=float, nargs=nargs_of_lrs, default=lrs, metavar="LR")
+        regimes = list(REGIMES) if name == "grid" else ["full"]
+        command.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
 
     report = commands.add_parser("report", parents=[table], help="tables to the output, plot to a file")
     report.add_argument("--plot", type=Path)
@@ -437,7 +409,7 @@ def train_softmax(args: argparse.Namespace) -> None:
 def run_study(args: argparse.Namespace) -> None:
     checkpoint = torch.load(args.checkpoint, weights_only=True)
     train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
-    done = {row.key for row in read_rows(args.csv)}
+    done = {row[:6] for row in read_rows(args.csv)}
     options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
     if args.command == "sweep":
         # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.

@@ -1,20 +1,12 @@
 """Summarise a finished detection run: final metrics, a picture of predictions and one of condition numbers."""
 
 import argparse
-import importlib.metadata
 import json
+import sys
 from copy import deepcopy
 from pathlib import Path
 
-PACKAGES = (
-    ("mmspectral",),
-    ("torch",),
-    ("torchvision",),
-    ("onedl-mmengine", "mmengine"),
-    ("onedl-mmcv", "mmcv", "mmcv-lite"),
-    ("onedl-mmdetection", "mmdet"),
-    ("onedl-mmpretrain", "mmpretrain"),
-)
+PACKAGES = ("mmspectral", "torch", "torchvision", "mmengine", "mmcv", "mmdet", "mmpretrain")
 
 
 def parse_args() -> argparse.Namespace:
@@ -55,7 +47,8 @@ def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict
     if rows:
         title = f"{cfg.model.backbone.type}, {checkpoint.name}"
         analysis.plot_projection_conditions(rows, str(work_dir / "conditioning.png"), title)
-    summary = dict(metrics, **extra, checkpoint=str(checkpoint), versions=versions())
+    versions = {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
+    summary = dict(metrics, **extra, checkpoint=str(checkpoint), versions=versions)
     (work_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -71,19 +64,6 @@ def predict(model, dataset, num_images: int) -> list:
     chosen = wanted[:: max(1, len(wanted) // num_images)][:num_images]
     with torch.no_grad():
         return [model.test_step(pseudo_collate([dataset[i]]))[0].cpu() for i in chosen]
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions, by distribution, of what a result depends on."""
-    found = {}
-    for names in PACKAGES:
-        for name in names:
-            try:
-                found[name] = importlib.metadata.version(name)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
 
 
 def main() -> None:
