@@ -87,13 +87,19 @@ def predict(
     Raises:
         UsageError: An image or a class is not in ``ann_file``, or the model is neither mmdet's nor mmpretrain's.
     """
+    import torch
     from mmengine.device import get_device
     from mmengine.registry import DefaultScope
     from rich.progress import track
 
+    from mmspectral.engine import check_config
+
     annotations = read_annotations(ann_file) if ann_file else None
     numbered = list(zip(images, image_ids(images, annotations), strict=True))
     device, host = device or get_device(), host_package(cfg)
+    if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"There is no GPU that torch can use for --device {device}; leave it out, or say cpu.")
+    check_config(cfg)
     # mmpretrain's inferencer builds its pipeline in whatever scope it finds, and mmdet's leaves its own behind.
     with DefaultScope.overwrite_default_scope(host):
         if host == "mmdet":  # each host is imported only for its own models

@@ -1,5 +1,6 @@
 """Floor 5: hooks, optimizer constructors, and the launching of mmengine's runs."""
 
+from mmspectral.engine.config_check import check_config
 from mmspectral.engine.launch import launch_run, runtime_notes
 from mmspectral.engine.testing import (
     predictions_writer,
@@ -8,6 +9,7 @@ from mmspectral.engine.testing import (
 )
 
 __all__ = [
+    "check_config",
     "launch_run",
     "predictions_writer",
     "runtime_notes",
