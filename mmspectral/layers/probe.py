@@ -107,7 +107,13 @@ class _Layer:
                     parameter.zero_()
                 elif isinstance(module, nn.Linear) or not parameter.any():
                     parameter.normal_(std=max(parameter[0].numel(), 1) ** -0.5 if parameter.dim() else 1.0)
-        self.linears = {child: self.module.get_submodule(child) for child in children}
+        for child in children:  # new ones, each with a weight of its own: some share it
+            old = self.module.get_submodule(child)
+            setattr(self.module, child, nn.Linear(old.in_features, old.out_features, old.bias is not None).eval())
+        self.linears = {child: self.module.get_submodule(child).requires_grad_(False) for child in children}
+        for linear in self.linears.values():
+            if linear.bias is not None:
+                linear.bias.zero_()
         self.width = self.linears[children[0]].in_features
         self.base = {child: 1.5 * self._draw(child) for child in children}
 

@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from mmspectral.layers.probe import Inconclusive, establish
-from mmspectral.layers.projection import ShowsEffective
+from mmspectral.layers.projection import ShowsEffective, require_plain
 from mmspectral.ops import ROW_ORDERS, ProjectionLayout
 
 FUSED = ("qkv", "to_qkv", "qkv_proj", "Wqkv", "query_key_value")
@@ -217,7 +217,8 @@ def _said(name: str, layouts: Mapping[str, dict], used: set[str]) -> dict:
 def _groups(name: str, module: nn.Module, layouts: Mapping[str, dict]) -> Iterator[tuple[str, dict[str, str] | None]]:
     """Yield the name of each projection of a module and the roles of its group by name, None where they are given."""
     prefix = f"{name}." if name else ""
-    linear = [child for child, m in module.named_children() if type(m).forward is nn.Linear.forward]
+    # Not named_children(), which names a module that serves as two of them once.
+    linear = [child for child, m in module._modules.items() if m is not None and type(m).forward is nn.Linear.forward]
     given = [child for child in linear if "roles" in _said(prefix + child, layouts, set())]
     yield from ((child, None) for child in given)
     if isinstance(module, nn.MultiheadAttention):
@@ -273,6 +274,7 @@ def _matches(name: str, patterns: Sequence[str] | None, used: set[str]) -> bool:
 def _read_site(
     name: str, module: nn.Module, child: str, group: dict[str, str] | None, said: dict, established: dict
 ) -> Site:
+    require_plain(name, module if not child else module.get_submodule(child))
     if not child:
         return _read_attention(name, module, said)
     rows = module.get_submodule(child).out_features

@@ -384,7 +384,7 @@ def test_position_codes_do_not_depend_on_the_length():
     ("change", "error", "message"),
     [
         (dict(mask=torch.ones(2, 21)), TypeError, "must be bool"),
-        (dict(mask=torch.ones(21, 21, dtype=torch.bool)), ValueError, "hide keys from all queries alike"),
+        (dict(mask=torch.ones(21, 21, dtype=torch.bool)), ValueError, "mask must be"),
         (dict(v=torch.ones(2, 2, 20, 3)), ValueError, "do not fit"),
         (dict(k=torch.ones(2, 2, 21, 4)), ValueError, "do not fit"),
         (dict(features=fold_features(torch.ones(3, 8, 5), None, 5)), ValueError, "features are for 3 heads"),

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mmspectral.ops.random_features import causal as causal_form
 from mmspectral.ops.random_features.chunked import (
@@ -89,6 +90,8 @@ def linear_attention(
         )
     if heads not in (1, k.shape[1]):
         k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
+    if _transformed(q, k, v, *features):
+        return _explicit(q, k, v, features, mask, causal)
     out, *_ = _operator(q.unflatten(1, (k.shape[1], -1)), k, v, *features, mask, causal)  # [B, H, g, N, e]
     return out.flatten(1, 2)
 
@@ -155,6 +158,35 @@ def kernel_logits(q: Tensor, k: Tensor, features: Features) -> Tensor:
         return (logits - half_norm - math.log(keys.num_features)).unflatten(0, (B, h))
 
 
+def _transformed(*tensors: Tensor | None) -> bool:
+    """Return whether ``torch.func`` transforms the call, or tangents go in, neither of which an operator follows."""
+    if torch.compiler.is_compiling():
+        return False
+    # No public function tells whether a transform is on.
+    tangents = (forward_ad.unpack_dual(t).tangent for t in tensors if t is not None)
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(t is not None for t in tangents)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | None, causal: bool) -> Tensor:
+    """Return what :func:`linear_attention` does, of quadratic cost and differentiable in every way."""
+    B, h = q.shape[:2]
+    features = Features(*(t if t is None else t.repeat_interleave(h // len(t), 0) for t in features))
+    keys = KeyMap(features, B, h)
+    q, k, values = (t.repeat_interleave(h // t.shape[1], 1).flatten(0, 1).to(keys.dtype) for t in (q, k, v))
+    seen = q.new_ones(B * h, q.shape[1], k.shape[1]) if mask is None else mask.repeat_interleave(h, 0)[:, None].to(q)
+    with float32_island(q.device):
+        y = keys.rows @ keys.shifted(k).mT
+        kappa = y[:, keys.offset :] - (y[:, : keys.rank].square() * keys.norm_weight).sum(1, keepdim=True) / 2
+        kappa = kappa + keys.log_weight if keys.weighted else kappa  # [G, m, L]
+        largest = kappa.detach().amax(-1, keepdim=True)
+        tau = q @ keys.feature_rows.mT + largest.mT  # [G, N, m]
+        weights = (tau - tau.detach().amax(-1, keepdim=True)).exp() @ (kappa - largest).exp()
+        weights = weights * (seen.expand_as(weights).tril() if causal else seen)
+        total = weights.sum(-1, keepdim=True)
+        out = weights @ values / torch.where(total > 0, total, 1.0)
+    return out.unflatten(0, (B, h)).to(v.dtype)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | None) -> None:
     h, H, heads, d = q.shape[1], k.shape[1], len(features.rows), features.rows.shape[-1]
     if h % H or v.shape[:3] != k.shape[:3] or not q.shape[-1] == k.shape[-1] == d or q.shape[0] != k.shape[0]:
@@ -164,14 +196,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | N
         )
     if heads not in (1, H, h):
         raise ValueError(f"features are for {heads} heads; there are {h} query heads and {H} key heads.")
+    check_mask(mask, k)
+
+
+def check_mask(mask: Tensor | None, k: Tensor) -> None:
+    """Raise TypeError or ValueError for a mask that is not [B, L], bool, of keys [B, H, L, d]."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, True for keys that may be seen, got {mask.dtype}.")
     if mask.shape != (k.shape[0], k.shape[2]):
         raise ValueError(
-            f"mask must be [B, L] = {[k.shape[0], k.shape[2]]}, got {list(mask.shape)}: attention of linear cost can "
-            "hide keys from all queries alike, not from some of them (but for causal=True)."
+            f"mask must be [B, L] = {[k.shape[0], k.shape[2]]}, got {list(mask.shape)}: it can hide keys from all "
+            "queries alike, not from some of them (but for causal=True)."
         )
 
 
