@@ -18,6 +18,7 @@ from mmspectral.layers.projection import (
     Conditioning,
     Follows,
     Projection,
+    as_leaf,
     count,
     fingerprint,
     in_backward_pass,
@@ -75,6 +76,8 @@ class QKNorm(Conditioning):
         ValueError: Unknown norm or target, ``eps`` not positive, or v targeted.
     """
 
+    changes_weights = False
+
     def __init__(self, norm: str = "layer", eps: float = 1e-6, targets: Sequence[str] = ("q", "k")) -> None:
         super().__init__(targets)
         if "v" in self.targets:
@@ -104,6 +107,8 @@ class QKNormLinear(Projection, nn.Linear):
             self.add_module(f"{self.layout.roles[p]}_norm", norm.requires_grad_(weight.requires_grad))
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, fx.Proxy):
+            return as_leaf(self, x)
         y = F.linear(x, self.own("weight"), self.bias)
         parts = list(self.layout.heads(y, dim=-1).unbind(-3))  # each [..., h, d]
         for p in self.targeted:
@@ -228,7 +233,7 @@ class SpectralNormLinear(Follows, Projection, nn.Linear):
             return (left * torch.einsum("pde,pe->pd", matrices, right)).sum(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and not in_backward_pass():
+        if self.training and not in_backward_pass() and not isinstance(x, fx.Proxy):
             self.follow(trains=torch.is_grad_enabled())
             self._step(self.conditioning.power_iterations)
         return super().forward(x)
@@ -361,6 +366,8 @@ class OrthogonalInit(Conditioning):
         ValueError: ``gain`` is not positive and finite, or unknown target.
     """
 
+    changes_weights = False
+
     def __init__(self, gain: float = 1.0, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
         self.gain = positive("OrthogonalInit: gain", gain)
@@ -376,9 +383,18 @@ class OrthogonalLinear(Projection, nn.Linear):
     """``nn.Linear`` whose targeted projections are drawn orthogonal whenever its weight is initialised."""
 
     changes_function = False
+    _loading = False
 
     def make_state(self) -> None:
-        self.init_weights()
+        if not self._loading:
+            self.init_weights()
+
+    def _load_from_state_dict(self, *args) -> None:
+        self._loading = True  # with assign=True this is the first weight of a projection built on the meta device
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            self._loading = False
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -7,7 +7,7 @@ its settings, or from W. It is built from a dict,
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -79,6 +79,14 @@ class Correction(Conditioning):
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
         return ConditionedLinear(linear, self, layout)
 
+    def effect(self, layout: ProjectionLayout) -> Hashable:
+        by_head = self.scope == "head" or layout.heads_first
+        rows = (layout.num_heads, layout.row_order) if by_head else ()
+        return repr(self.settings()), self._strengths(layout), rows
+
+    def _strengths(self, layout: ProjectionLayout) -> tuple[float, ...]:
+        return tuple(float(role in self.targets) for role in layout.roles)
+
     def settings(self) -> dict:
         return dict(super().settings(), scope=self.scope)
 
@@ -136,12 +144,12 @@ class IdentityCorrection(Correction):
         return ops.add_identity(weight, scales, layout, self.scope, factors, dtype)
 
     def matrix(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
-        return ops.add_identity(torch.zeros_like(weight), self._scales(layout), layout, self.scope)
+        return ops.add_identity(torch.zeros_like(weight), self._strengths(layout), layout, self.scope)
 
     def uncorrected(self, weight: Tensor, layout: ProjectionLayout) -> Tensor:
         _, factors = self._scales_and_factors(weight, layout)
         inverse = None if factors is None else [1 / factor for factor in factors]
-        return ops.add_identity(weight, [-scale for scale in self._scales(layout)], layout, self.scope, inverse)
+        return ops.add_identity(weight, [-scale for scale in self._strengths(layout)], layout, self.scope, inverse)
 
     def traced(self, proxy: fx.Proxy, weight: Tensor, layout: ProjectionLayout) -> fx.Proxy:
         _, factors = self._scales_and_factors(weight, layout)
@@ -154,14 +162,14 @@ class IdentityCorrection(Correction):
         norm = {} if self.preserve_norm is None else dict(preserve_norm=self.preserve_norm)
         return dict(super().settings(), scale=self.scale, **norm)
 
-    def _scales(self, layout: ProjectionLayout) -> tuple[float, ...]:
+    def _strengths(self, layout: ProjectionLayout) -> tuple[float, ...]:
         scale = self.scale if isinstance(self.scale, dict) else dict.fromkeys(self.targets, self.scale)
         return tuple(scale.get(role, 0.0) for role in layout.roles)
 
     def _scales_and_factors(
         self, weight: Tensor, layout: ProjectionLayout
     ) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
-        scales = self._scales(layout)
+        scales = self._strengths(layout)
         if self.preserve_norm is None:
             return scales, None
         factors = ops.norm_factors(scales, tuple(weight.shape), layout, self.scope, self.preserve_norm)

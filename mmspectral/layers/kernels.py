@@ -21,9 +21,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from mmspectral.layers.projection import Follows, type_and_arguments
+from mmspectral.layers.projection import Follows, as_leaf, type_and_arguments
 from mmspectral.ops.precision import without_autocast
 from mmspectral.ops.random_features import (
     Features,
@@ -139,7 +139,7 @@ class RandomFeatureKernel(Follows, nn.Module):
     @property
     def draws(self) -> bool:
         """Whether :meth:`redraw` does anything: w is drawn, not trained."""
-        return not isinstance(self.w, nn.Parameter)
+        return "w" in self._buffers
 
     @torch.no_grad()
     def redraw(self, counter: int) -> None:
@@ -206,6 +206,8 @@ class RandomFeatureKernel(Follows, nn.Module):
         ``mask`` [B, L] is True for keys that may be seen; see
         :func:`mmspectral.ops.random_features.linear_attention`.
         """
+        if isinstance(q, fx.Proxy):
+            return as_leaf(self, q, k, v, mask, causal)
         return linear_attention(q, k, v, self.features(), mask, causal)
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
@@ -276,6 +278,8 @@ class SoftmaxKernel(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        if isinstance(q, fx.Proxy):
+            return as_leaf(self, q, k, v, mask, causal)
         return softmax_attention(q, k, v, mask, causal, self.scale)
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
@@ -292,6 +296,8 @@ class UniformKernel(nn.Module):
         super().__init__()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        if isinstance(q, fx.Proxy):
+            return as_leaf(self, q, k, v, mask, causal)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         return uniform_attention(v, q.shape[2], mask, causal)
 
@@ -313,19 +319,17 @@ class ConstantKernel(RandomFeatureKernel):
         layer: int = 0,
     ) -> None:
         super().__init__(num_heads, head_dim, num_features=num_features, geometry=None, seed=seed, layer=layer)
-        self.codes = torch.zeros(0, head_dim)  # no buffer: its length changes, which averaged models do not follow
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        q, k = self._codes(q), self._codes(k)
-        return super().forward(q, k, v, mask, causal)
+        if isinstance(q, fx.Proxy):
+            return as_leaf(self, q, k, v, mask, causal)
+        return super().forward(self._codes(q), self._codes(k), v, mask, causal)
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         return super().logits(self._codes(q), self._codes(k))
 
     def _codes(self, tokens: Tensor) -> Tensor:
-        if len(self.codes) < tokens.shape[2]:
-            self.codes = position_codes(tokens.shape[2], self.head_dim, self.seed, self.layer)
-        return self.codes[: tokens.shape[2]].to(tokens.device).expand_as(tokens)
+        return position_codes(tokens.shape[2], self.head_dim, self.seed, self.layer).to(tokens.device).expand_as(tokens)
 
 
 _TYPES = dict(

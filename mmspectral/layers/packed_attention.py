@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mmspectral.layers.corrections import Correction
-from mmspectral.layers.projection import ShowsEffective, shown, write_note
+from mmspectral.layers.projection import ShowsEffective, as_leaf, shown, write_note
 from mmspectral.ops import ProjectionLayout
 
 ROLES = ("q", "k", "v")
@@ -56,6 +56,9 @@ class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
         Raises:
             ValueError: A nested tensor, which only torch's fused kernels take.
         """
+        if isinstance(query, fx.Proxy):
+            masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return as_leaf(self, query, key, value, *masks)
         if query.is_nested:
             raise ValueError(
                 "a conditioned nn.MultiheadAttention takes no nested tensors. Build nn.TransformerEncoder with "

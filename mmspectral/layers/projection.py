@@ -12,11 +12,12 @@ import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.precision import product_dtype
@@ -57,6 +58,7 @@ class Conditioning(ABC):
     """
 
     adopts_stock_weights = False  # whether weights trained without it compute the same under it
+    changes_weights = True  # whether what is computed with differs from the weight
 
     def __init__(self, targets: Sequence[str] = ("q", "k", "v")) -> None:
         listed = isinstance(targets, Sequence) and not isinstance(targets, str)
@@ -69,6 +71,10 @@ class Conditioning(ABC):
     @abstractmethod
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
         """Return the module that takes the place of ``linear`` and shares its parameters."""
+
+    def effect(self, layout: ProjectionLayout) -> Hashable:
+        """Return what it does to a weight with these rows; equal for modules that may share it."""
+        return object() if self.changes_weights else None
 
     def settings(self) -> dict:
         """Return the dict that builds this conditioning again (without loading policy)."""
@@ -147,6 +153,26 @@ def type_and_arguments(
             f"If a parent config set it for another type, write `_delete_=True` into the child's {option} dict."
         )
     return name, arguments
+
+
+def require_plain(name: str, module: nn.Module) -> None:
+    """Raise ValueError where a weight is not a parameter but computed: parametrised, weight-normed or pruned."""
+    made = [
+        key.removesuffix(suffix) for key in module._parameters for suffix in ("_orig", "_g") if key.endswith(suffix)
+    ]
+    if is_parametrized(module) or made:
+        raise ValueError(
+            f"{name or f'this {type(module).__name__}'}: its weight is computed from other parameters, by a "
+            "parametrization, weight or spectral norm, or pruning, so that there is no W to condition. Make it "
+            "permanent first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove), "
+            "or leave the layer out with `exclude`."
+        )
+
+
+def as_leaf(module: nn.Module, *inputs: object) -> fx.Proxy:
+    """Return the call of a module as one node of the graph that ``torch.fx`` traces, as it does with torch's own."""
+    tracer = inputs[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), inputs, {})
 
 
 def in_backward_pass() -> bool:
@@ -250,6 +276,11 @@ class ShowsEffective:
         # What is set in place of a removed parameter, as torch's pruning does, lies in __dict__.
         if name in self.__dict__ and name not in self._parameters:
             return self.__dict__[name]
+        if "parametrizations" in self._modules:
+            raise TypeError(
+                f"{self.site or type(self).__name__}: a conditioned projection cannot be parametrised, since what "
+                "reads its weight would lose C. Fold the model first."
+            )
         return nn.Module.__getattr__(self, name)
 
     def effective(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -330,6 +361,8 @@ def _below(owner: nn.Module, children: Iterable[str]) -> Iterator[ShowsEffective
 
 def _show(owner: nn.Module, inputs: tuple, children: tuple[str, ...]) -> None:
     for module in _below(owner, children):
+        for name in module._modules.get("parametrizations", ()):
+            module.own(name)  # raises
         module._runs += 1
 
 
@@ -359,6 +392,7 @@ class Projection(ShowsEffective, nn.Linear):
     weight = shown("weight")
 
     def __init__(self, linear: nn.Linear, conditioning: Conditioning, layout: ProjectionLayout) -> None:
+        require_plain("", linear)
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layout.rows_per_head(linear.out_features)
         self.weight, self.bias = linear.weight, linear.bias
@@ -387,12 +421,15 @@ class Projection(ShowsEffective, nn.Linear):
         """Return a plain ``nn.Linear`` with the effective weight and the same bias."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         weight, own = self.effective_weight(), self.own("weight")
-        linear.weight = own if weight is own else nn.Parameter(weight.detach(), requires_grad=own.requires_grad)
+        kept = weight is own and isinstance(own, nn.Parameter)
+        linear.weight = own if kept else nn.Parameter(weight.detach(), requires_grad=own.requires_grad)
         linear.bias = self.bias
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [..., E] to [..., P * D]."""
+        if isinstance(x, fx.Proxy) and x.tracer.root is not self:
+            return as_leaf(self, x)
         dtype = None if isinstance(x, fx.Proxy) else product_dtype(x)
         return F.linear(x, self.effective_weight(dtype), self.bias)
 

@@ -19,7 +19,7 @@ from mmspectral.layers.projection import (
     show_while_running,
     stop_showing,
 )
-from mmspectral.layers.sites import Site, SiteTable, find_sites
+from mmspectral.layers.sites import Site, SiteTable, find_sites, some
 from mmspectral.ops import ProjectionLayout
 
 FOLDED = "mmspectral_folded"  # attribute of a folded module: plain data, from which `unfold` restores it
@@ -92,10 +92,18 @@ def condition(
     conditioning = build_conditioning(conditioning)
     if conditioning is None:
         return model
-    found = find_sites(model, include, exclude, layout)
-    found = [site for site in found if set(site.roles) & set(conditioning.targets)]
-    _install(model, {site.name: _replacement(model, site, conditioning) for site in found}, shown=True)
-    if getattr(conditioning, "preserve_function", False):
+    table = find_sites(model, include, exclude, layout)
+    if table.left_out:
+        listed = [f"{name} ({reason})" for name, reason in table.left_out.items()]
+        warnings.warn(f"{type(model).__name__}: left out are {some(listed)}.", stacklevel=2)
+    found = [site for site in table if set(site.roles) & set(conditioning.targets)]
+    replacements = {site.name: _replacement(model, site, conditioning) for site in found}
+    _check_sharing(model, table, replacements, conditioning)
+    preserve_function = getattr(conditioning, "preserve_function", False)
+    if preserve_function and any(p.is_meta for module in replacements.values() for p in module.parameters()):
+        raise ValueError("preserve_function subtracts C from weights, and those on the meta device are not there yet.")
+    _install(model, replacements, shown=True)
+    if preserve_function:
         _preserve_function(model.get_submodule(site.name) for site in found)
     return model
 
@@ -119,7 +127,8 @@ def sites(
         for name, module in _replaced(model).items()
     ]
     try:
-        return SiteTable([*done, *find_sites(model, include, exclude, layout)])
+        found = find_sites(model, include, exclude, layout)
+        return SiteTable([*done, *found], found.left_out)
     except ValueError:
         if done and include is None and exclude is None and layout is None:
             return SiteTable(done)
@@ -158,7 +167,7 @@ def fold(model: nn.Module, keep: bool = True) -> nn.Module:
     for name, module in replaced.items():
         stock = folded[name] = module.folded()
         for parameter in corrected_parameters(module):
-            key = (id(module.own(parameter)), repr(module.note()))
+            key = (_memory(module.own(parameter)), module.conditioning.effect(module.layout))
             setattr(stock, parameter, tied.setdefault(key, getattr(stock, parameter)))
         if keep and corrected_parameters(module):
             setattr(stock, FOLDED, _record(module, is_shown(_owner(model, name)[0])))
@@ -215,13 +224,13 @@ def unfold(
             replacements[site.name] = _replacement(model, site, correction)
             weights[site.name] = _unfolded(site.name, replacements[site.name], {})
             shown.append(site.name)
-    written: set[int] = set()
+    written: set[tuple] = set()
     for name, module in replacements.items():
         with torch.no_grad():
             for parameter, weight in weights[name].items():
-                if id(module.own(parameter)) not in written:
+                if _memory(module.own(parameter)) not in written:
                     module.own(parameter).copy_(weight)
-                    written.add(id(module.own(parameter)))
+                    written.add(_memory(module.own(parameter)))
             if "correction" in module._buffers:
                 C = getattr(model.get_submodule(name), FOLDED, {}).get("corrections", {}).get("weight")
                 module.refresh()
@@ -314,6 +323,44 @@ def _replacement(model: nn.Module, site: Site, conditioning: Conditioning) -> Re
     return replacement
 
 
+def _memory(tensor: Tensor) -> tuple:
+    """Return what two parameters have in common that are one, or have one memory."""
+    return (tensor.data_ptr(), tensor.shape) if not tensor.is_meta and tensor.data_ptr() else (id(tensor),)
+
+
+def _check_sharing(
+    model: nn.Module, table: Iterable[Site], replacements: Mapping[str, Replaced], conditioning: Conditioning
+) -> None:
+    """Raise ValueError where modules that are one, or have one weight, would be conditioned in different ways."""
+    new = {id(model.get_submodule(name)): module for name, module in replacements.items()}
+    effects: dict[tuple, tuple[str, object]] = {}
+
+    def compare(key: tuple, name: str, effect: object) -> None:
+        first, other = effects.setdefault(key, (name, effect))
+        if other != effect:
+            raise ValueError(
+                f"{first} and {name} are one and the same, and would be conditioned in different ways, or one of them "
+                "not at all. Give them weights of their own, or leave both out with `exclude`."
+            )
+
+    merges = isinstance(conditioning, Correction)
+    for site in table:
+        key = (id(model.get_submodule(site.name)), "module")
+        compare(key, site.name, conditioning.effect(site.layout) if merges else site.layout)
+    for name, module in model.named_modules():
+        weights = _weights(new.get(id(module), module))
+        for key, parameter in module.named_parameters(recurse=False):
+            compare(_memory(parameter), f"{name}.{key}", weights.get(key))
+
+
+def _weights(module: nn.Module) -> dict[str, object]:
+    """Return what is done to each weight of a module that is conditioned."""
+    if not isinstance(module, Replaced):
+        return {}
+    layouts = corrected_parameters(module) or {"weight": module.layout}
+    return {name: module.conditioning.effect(layout) for name, layout in layouts.items()}
+
+
 def _install(model: nn.Module, replacements: Mapping[str, nn.Module], shown: bool) -> None:
     _put(model, replacements)
     if shown:
@@ -347,13 +394,13 @@ def _show(model: nn.Module, names: Iterable[str]) -> None:
 @torch.no_grad()
 def _preserve_function(modules: Iterable[nn.Module]) -> None:
     """Subtract C from the weights W, so that W + C is what W was; once from a weight that several share."""
-    done: set[int] = set()
+    done: set[tuple] = set()
     for module in modules:
         for name, layout in corrected_parameters(module).items():
             weight = module.own(name)
-            if id(weight) not in done:
+            if _memory(weight) not in done:
                 weight.copy_(module.conditioning.uncorrected(weight, layout))
-                done.add(id(weight))
+                done.add(_memory(weight))
 
 
 def _record(module: ConditionedLinear | ConditionedMultiheadAttention, shown: bool) -> dict:

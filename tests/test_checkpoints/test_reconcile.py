@@ -35,7 +35,8 @@ class Layer(nn.Module):
 def make(settings):
     torch.manual_seed(0)
     stock = Layer(packed="interval" not in settings).double().eval()
-    return stock, mmspectral.condition(copy.deepcopy(stock), settings), torch.randn(2, 5, 12).double()
+    rows = {"qkv": dict(row_order="[3][heads][d]", num_heads=3)}  # it is no attention that could show them
+    return stock, mmspectral.condition(copy.deepcopy(stock), settings, layout=rows), torch.randn(2, 5, 12).double()
 
 
 def weights_of(model):

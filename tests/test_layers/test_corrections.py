@@ -152,7 +152,7 @@ def test_unfold_refuses_what_is_no_sum_and_leaves_the_model():
         model, _ = make(None)
         model.num_heads, weight = 3, model.qkv.weight.clone()
         with pytest.raises(ValueError, match=message):
-            unfold(model, correction)
+            unfold(model, correction, include=["qkv"], layout=dict(row_order="[3][heads][d]", num_heads=3))
         assert type(model.qkv) is nn.Linear and torch.equal(model.qkv.weight, weight)
     changed, _ = make(PolarCorrection())
     fold(changed)

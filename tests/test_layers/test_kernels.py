@@ -81,6 +81,20 @@ def test_query_heads_share_keys(name, own_heads):
     assert different.tolist() == [False, False] + [name not in ("constant", "uniform")] * 2
 
 
+@ALL
+def test_masks(name):
+    kernel, (q, k, v) = build(name), tokens(5)
+    assert not kernel(q, k, v, torch.zeros(2, 5, dtype=torch.bool)).any(), "who sees no key gets 0"
+    for mask, error in (
+        (torch.zeros(2, 5), TypeError),  # not added to logits
+        (torch.ones(2, 4).bool(), ValueError),
+        (torch.ones(5, 5).bool(), ValueError),
+        (torch.ones(2, 1, 1, 5).bool(), ValueError),
+    ):
+        with pytest.raises(error, match="mask must be"):
+            kernel(q, k, v, mask)
+
+
 def test_the_baselines_ignore_the_content():
     q, k, v = tokens()
     for name in ("constant", "uniform"):

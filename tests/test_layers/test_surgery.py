@@ -343,7 +343,7 @@ def test_a_reader_of_packed_weights():
 
 def test_an_error_leaves_the_model_as_it_was():
     model = nn.Sequential(Caller(), Caller(dim=12, num_heads=5))
-    with pytest.raises(ValueError, match="36 is not a multiple of 15"):
+    with pytest.raises(ValueError, match=r"1\.qkv"):
         mmspectral.condition(model, CONDITIONING)
     assert all(type(layer.qkv) is nn.Linear for layer in model)
 
@@ -369,6 +369,60 @@ def test_shared_layers_projections_and_weights_are_conditioned_once_and_stay_sha
     mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
     torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-11)
     assert not torch.allclose(before, unchanged)
+
+
+class Tied(nn.Module):
+    """Separate q, k and v, of which q and k are one module or have one weight."""
+
+    def __init__(self, tie=None):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 12, bias=False, dtype=torch.float64) for _ in "qkv")
+        if tie == "module":
+            self.k = self.q
+        elif tie == "weight":
+            self.k.weight = self.q.weight
+        elif tie == "memory":
+            self.k.weight = nn.Parameter(self.q.weight.detach())
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q(x)[:, None], self.k(x)[:, None], self.v(x)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("tie", ["module", "weight", "memory"])
+def test_tied_queries_and_keys(tie):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Tied(tie)), torch.randn(2, 5, 12).double()
+    stock = model(x)
+    expected = Tied().double()
+    for ours, theirs in zip((model[0].q, model[0].k, model[0].v), (expected.q, expected.k, expected.v), strict=True):
+        theirs.weight.data.copy_(ours.weight.data + 2 * torch.eye(12))
+    for settings in (dict(CONDITIONING, targets=["q", "v"]), dict(CONDITIONING, scale=dict(q=1.0, k=2.0))):
+        with pytest.raises(ValueError, match=r"0\.q.* and 0\.k.* are one and the same"):
+            mmspectral.condition(model, settings)
+    assert type(model[0].q) is nn.Linear
+    mmspectral.condition(model, CONDITIONING)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected(x))
+        mmspectral.fold(model)
+        torch.testing.assert_close(model(x), expected(x))
+        assert tie == "memory" or model[0].q.weight is model[0].k.weight
+        mmspectral.unfold(model)
+    mmspectral.condition(again := nn.Sequential(Tied(tie)), dict(CONDITIONING, preserve_function=True))
+    torch.manual_seed(0)
+    torch.testing.assert_close(
+        mmspectral.condition(nn.Sequential(Tied(tie)), dict(CONDITIONING, preserve_function=True))(x), stock
+    )
+    assert isinstance(again[0].v, ConditionedLinear)
+
+
+def test_a_weight_that_something_else_has_too_is_refused():
+    model = nn.Sequential(Caller(), nn.Linear(12, 36))
+    model[1].weight = model[0].qkv.weight
+    with pytest.raises(ValueError, match=r"0\.qkv\.weight and 1\.weight are one and the same"):
+        mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+        model = nn.Sequential(nn.MultiheadAttention(12, 3))
+        mmspectral.condition(model, dict(CONDITIONING, preserve_function=True))
 
 
 def test_interleaved_rows():

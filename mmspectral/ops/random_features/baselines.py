@@ -4,13 +4,15 @@ Shape legend: B batch, h query heads, H key heads, N queries, L keys, d and e
 channels of keys and values.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmspectral.ops.precision import at_least_float32
 from mmspectral.ops.random_features.features import draw_projection, fold_features
-from mmspectral.ops.random_features.op import linear_attention
+from mmspectral.ops.random_features.op import check_mask, linear_attention
 
 CODE_BLOCK = 1024
 
@@ -31,6 +33,7 @@ def softmax_attention(
     Returns:
         [B, h, N, e].
     """
+    check_mask(mask, k)
     allowed = None if mask is None else mask[:, None, None, :]
     if mask is not None and causal:  # torch takes one of the two
         allowed = allowed & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -51,6 +54,7 @@ def uniform_attention(v: Tensor, num_queries: int, mask: Tensor | None = None, c
     Returns:
         [B, h, N, e] in the dtype of v.
     """
+    check_mask(mask, v)
     values = at_least_float32(v)
     seen = values.new_ones(v.shape[0], 1, v.shape[2], 1) if mask is None else mask[:, None, :, None].to(values)
     total, count = values * seen, seen
@@ -93,10 +97,17 @@ def constant_attention(
     return linear_attention(q, k, v, fold_features(w, None, dim, orthogonal=True), mask, causal)
 
 
+@torch.library.custom_op("mmspectral::position_codes", mutates_args=())  # which torch.compile need not look into
 def position_codes(length: int, dim: int, seed: int, layer: int = 0) -> Tensor:
     """Return codes ~ N(0, I) of positions 0 .. length - 1, the same whatever the length, [length, dim] float32."""
-    blocks = [
-        draw_projection(CODE_BLOCK, dim, seed, layer, counter=1 + block, orthogonal=False)
-        for block in range(-(-length // CODE_BLOCK))
-    ]
-    return torch.cat(blocks)[:length]
+    return torch.cat([_codes(dim, seed, layer, block) for block in range(-(-length // CODE_BLOCK))])[:length].clone()
+
+
+@position_codes.register_fake
+def _(length, dim, seed, layer=0):
+    return torch.empty(length, dim, device="cpu")
+
+
+@functools.lru_cache(maxsize=64)
+def _codes(dim: int, seed: int, layer: int, block: int) -> Tensor:
+    return draw_projection(CODE_BLOCK, dim, seed, layer, counter=1 + block, orthogonal=False)

@@ -245,18 +245,37 @@ def state_backward(
     return weight * (constant + (start[1] * grad_mean).sum(-1, keepdim=True)), weight * grad_mean
 
 
-def attend_at_once(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention [B, H, g, N, e], lse and mean in plain operators without chunks or branches, for export."""
-    shape = q.shape
+def attend_at_once(
+    q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention [B, H, g, N, e], lse and mean in plain operators, without chunks and branches on values.
+
+    For export, and for derivatives of every kind. Memory grows with N * m, and
+    with N^2 * m if causal.
+    """
     y = keys.rows @ keys.shifted(group_chunk(k, slice(None), keys.dtype)).mT  # [G, R, L]
     half_norm = (y[:, : keys.rank].square() * keys.norm_weight).sum(1, keepdim=True) / 2
     kappa = y[:, keys.offset :] - half_norm + keys.log_weight
-    if mask is not None:
-        kappa = torch.where(mask_chunk(mask, k.shape[1], slice(None)), kappa, -torch.inf)
-    largest = finite(kappa.amax(-1, keepdim=True))
-    weights = (kappa - largest).exp()
+    tau = group_chunk(q, slice(None), keys.dtype) @ keys.feature_rows.mT  # [G, gN, m]
+    values = group_chunk(v, slice(None), keys.dtype)
+    seen = None if mask is None else mask_chunk(mask, k.shape[1], slice(None))
+    lse, mean = _average(kappa, values, seen)
+    if causal:
+        earlier = torch.ones(q.shape[3], k.shape[2], dtype=torch.bool, device=q.device).tril().repeat(q.shape[2], 1)
+        pairs = (tau[:, :, None] + kappa.mT[:, None]).logsumexp(-1)  # [G, gN, L]
+        _, out = _average(pairs, values, earlier if seen is None else earlier & seen)
+    else:
+        out = (tau + finite(lse).mT).softmax(-1) @ mean
+    return out.reshape(*q.shape[:-1], v.shape[-1]).to(v.dtype), lse, mean
+
+
+def _average(logits: Tensor, values: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return logsumexp [..., 1] and the softmax-weighted mean of the values; -inf and 0 where nothing is seen."""
+    if seen is not None:
+        logits = torch.where(seen, logits, -torch.inf)
+    largest = finite(logits.detach().amax(-1, keepdim=True))
+    weights = (logits - largest).exp()
     total = weights.sum(-1, keepdim=True)
-    mean = (weights @ group_chunk(v, slice(None), keys.dtype)) / torch.where(total == 0, 1.0, total)
-    lse = largest + total.log()
-    p = (group_chunk(q, slice(None), keys.dtype) @ keys.feature_rows.mT + finite(lse).mT).softmax(-1)
-    return (p @ mean).reshape(*shape[:-1], v.shape[-1]).to(v.dtype), lse, mean
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    return torch.where(empty, -torch.inf, largest + total.log()), (weights @ values) / total

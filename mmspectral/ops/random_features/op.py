@@ -106,9 +106,11 @@ def linear_attention(
     if heads not in (1, k.shape[1]):
         k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
         state = None if state is None else [t.repeat_interleave(h // t.shape[1], 1) for t in state]
-    _refuse_tangents(q, k, v, *features, *(state or ()))
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, H, g, N, d]
-    out, *_ = _operator(grouped, k, v, *features, mask, causal, *(state or (None, None)))
+    if _transformed(q, k, v, *features, *(state or ())):
+        out = _explicit(grouped, k, v, features, mask, causal, state)
+    else:
+        out, *_ = _operator(grouped, k, v, *features, mask, causal, *(state or (None, None)))
     return out.flatten(1, 2)
 
 
@@ -172,6 +174,28 @@ def kernel_logits(q: Tensor, k: Tensor, features: Features) -> Tensor:
         return (logits - half_norm - math.log(keys.num_features)).unflatten(0, (B, h))
 
 
+def _transformed(*tensors: Tensor | None) -> bool:
+    """Return whether ``torch.func`` transforms the call, or tangents go in, neither of which an operator follows."""
+    if torch.compiler.is_compiling():
+        return False
+    # No public function tells whether a transform is on.
+    tangents = (forward_ad.unpack_dual(t).tangent for t in tensors if t is not None)
+    return torch._C._functorch.peek_interpreter_stack() is not None or any(t is not None for t in tangents)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | None, causal: bool, state: FeatureState | None
+) -> Tensor:
+    """Return what the operator does, without chunks and differentiable in every way."""
+    if state is not None:
+        raise NotImplementedError(
+            "attention over random features that starts from a state has no forward-mode derivative and is under no "
+            "transform of torch.func; give it the keys and values themselves, or use torch.autograd.grad."
+        )
+    with float32_island(q.device):
+        return attend_at_once(q, k, v, KeyMap(features, *k.shape[:2]), mask, causal)[0]
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | None) -> None:
     h, H, heads, d = q.shape[1], k.shape[1], len(features.rows), features.rows.shape[-1]
     if h % H or v.shape[:3] != k.shape[:3] or not q.shape[-1] == k.shape[-1] == d or q.shape[0] != k.shape[0]:
@@ -181,14 +205,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | N
         )
     if heads not in (1, H, h):
         raise ValueError(f"features are for {heads} heads; there are {h} query heads and {H} key heads.")
+    check_mask(mask, k)
+
+
+def check_mask(mask: Tensor | None, k: Tensor) -> None:
+    """Raise TypeError or ValueError for a mask that is not [B, L], bool, of keys [B, H, L, d]."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, True for keys that may be seen, got {mask.dtype}.")
     if mask.shape != (k.shape[0], k.shape[2]):
         raise ValueError(
-            f"mask must be [B, L] = {[k.shape[0], k.shape[2]]}, got {list(mask.shape)}: attention of linear cost can "
-            "hide keys from all queries alike, not from some of them (but for causal=True)."
+            f"mask must be [B, L] = {[k.shape[0], k.shape[2]]}, got {list(mask.shape)}: it can hide keys from all "
+            "queries alike, not from some of them (but for causal=True)."
         )
 
 
@@ -323,17 +352,6 @@ def _refuse_second_derivative(ctx, *grads):
 _operator_backward.register_autograd(_refuse_second_derivative)
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise where forward-mode AD would get a derivative of 0, as from every custom operator of torch."""
-    if torch.compiler.is_compiling():
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError(
-            "attention over random features has no forward-mode derivative (torch.func.jvp, jacfwd); use reverse mode "
-            "(torch.autograd.grad, vjp), or exact attention (kernel=None)."
-        )
-
-
 def plain_forward(q, k, v, rows, norm_weight, log_weight, shift, mask, causal, state_lse, state_mean):
     """As :func:`forward` in operators that any runtime has, such as ONNX's; memory grows with N * m.
 
@@ -342,7 +360,7 @@ def plain_forward(q, k, v, rows, norm_weight, log_weight, shift, mask, causal, s
     """
     if causal or state_lse is not None:
         raise NotImplementedError("causal attention over random features has no form in plain operators.")
-    return attend_at_once(q, k, v, KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2]), mask)
+    return attend_at_once(q, k, v, KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2]), mask, causal)
 
 
 PLAIN_OPERATORS = {torch.ops.mmspectral.linear_attention.default: plain_forward}  # a table of decompositions
