@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 from mmspectral.layers.projection import (
     Conditioning,
     Projection,
+    count,
     in_backward_pass,
-    is_finite_number,
+    positive,
     register_conditioning,
 )
 from mmspectral.ops import ProjectionLayout
@@ -77,10 +78,7 @@ class QKNorm(Conditioning):
             raise ValueError(f"QKNorm normalises q and k; take v out of targets={targets!r}.")
         if norm not in tuple(NORMS):
             raise ValueError(f"QKNorm: norm must be one of {', '.join(NORMS)}, got {norm!r}.")
-        if not (is_finite_number(eps) and eps > 0):
-            raise ValueError(f"QKNorm: eps must be positive and finite, got {eps!r}.")
-        self.norm = norm
-        self.eps = eps
+        self.norm, self.eps = norm, positive("QKNorm: eps", eps)
 
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
         return QKNormLinear(linear, self, layout)
@@ -131,13 +129,7 @@ class SigmaDivision(Conditioning):
 
     def __init__(self, power_iterations: int = 1, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
-        whole = isinstance(power_iterations, int) and not isinstance(power_iterations, bool)
-        if not whole or not 1 <= power_iterations <= MAX_ITERATIONS:
-            raise ValueError(
-                f"{type(self).__name__}: power_iterations must be an integer of at least 1 and at most "
-                f"{MAX_ITERATIONS}, got {power_iterations!r}."
-            )
-        self.power_iterations = power_iterations
+        self.power_iterations = count(f"{type(self).__name__}: power_iterations", power_iterations, MAX_ITERATIONS)
 
     def settings(self) -> dict:
         return dict(super().settings(), power_iterations=self.power_iterations)
@@ -171,8 +163,8 @@ class SigmaReparam(SigmaDivision):
         targets: Sequence[str] = ("q", "k", "v"),
     ) -> None:
         super().__init__(power_iterations, targets)
-        if gamma is not None and not (is_finite_number(gamma) and gamma > 0):
-            raise ValueError(f"SigmaReparam: gamma must be None or positive and finite, got {gamma!r}.")
+        if gamma is not None:
+            positive("SigmaReparam: gamma", gamma, "None or positive and finite")
         self.gamma = gamma
         self.adopts_stock_weights = gamma is None
 
@@ -325,9 +317,7 @@ class OrthogonalInit(Conditioning):
 
     def __init__(self, gain: float = 1.0, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
-        if not (is_finite_number(gain) and gain > 0):
-            raise ValueError(f"OrthogonalInit: gain must be positive and finite, got {gain!r}.")
-        self.gain = float(gain)
+        self.gain = positive("OrthogonalInit: gain", gain)
 
     def replace(self, linear: nn.Linear, layout: ProjectionLayout) -> nn.Module:
         return OrthogonalLinear(linear, self, layout)

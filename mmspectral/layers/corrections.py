@@ -18,7 +18,9 @@ from mmspectral.layers.projection import (
     Conditioning,
     Projection,
     changed_function,
+    count,
     is_finite_number,
+    positive,
     register_conditioning,
 )
 from mmspectral.ops import ProjectionLayout
@@ -121,13 +123,11 @@ class IdentityCorrection(Correction):
             )
         if not all(is_finite_number(value) for value in (scale.values() if per_target else [scale])):
             raise ValueError(f"IdentityCorrection: scale must be a finite number, or a dict of them, got {scale!r}.")
-        if preserve_norm is not None and not (is_finite_number(preserve_norm) and preserve_norm > 0):
-            raise ValueError(
-                "IdentityCorrection: preserve_norm must be None or the standard deviation of the initial weights, "
-                f"a positive number such as 0.02, got {preserve_norm!r}."
-            )
+        if preserve_norm is not None:
+            kind = "None or the standard deviation of the initial weights, a positive number such as 0.02"
+            preserve_norm = positive("IdentityCorrection: preserve_norm", preserve_norm, kind)
         self.scale = {role: float(value) for role, value in scale.items()} if per_target else float(scale)
-        self.preserve_norm = None if preserve_norm is None else float(preserve_norm)
+        self.preserve_norm = preserve_norm
 
     def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
         scales, factors = self._scales_and_factors(weight, layout)
@@ -209,9 +209,7 @@ class DerivedCorrection(Correction):
                 f"{name}: preserve_function=True is not possible. C follows from W and changes with every update, so "
                 "there is no constant to subtract from a loaded weight. Use IdentityCorrection, or load without it."
             )
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"{name}: interval must be a positive integer, got {interval!r}.")
-        self.interval = interval
+        self.interval = count(f"{name}: interval", interval)
 
     @property
     def stored(self) -> bool:
@@ -323,6 +321,10 @@ class ConditionedLinear(Projection, nn.Linear):
         if self.conditioning.stored:
             self.register_buffer("correction", torch.empty_like(weight, requires_grad=False))
             self.refresh()
+
+    def correction_matrices(self) -> dict[str, Tensor]:
+        """Return the C in use by name of the parameter that it is added to."""
+        return {"weight": self.correction_matrix()}
 
     def correction_matrix(self) -> Tensor:
         """Return the C in use [P * D, E]."""

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from mmspectral.layers.projection import type_and_arguments
 from mmspectral.ops.precision import without_autocast
 from mmspectral.ops.random_features import (
     Features,
@@ -36,7 +37,6 @@ from mmspectral.ops.random_features import (
     uniform_attention,
 )
 
-PREFIX = "mmspectral."
 SHARING = ("head", "layer", "model")
 PROPOSALS = ("sharp", "theorem_3_2")
 SHIFTS = ("fixed", "learned")
@@ -312,14 +312,15 @@ _TYPES = dict(
     uniform=UniformKernel,
     softmax=SoftmaxKernel,
 )
+_FEATURES = ("num_features", "orthogonal", "seed", "shift")
 _ARGUMENTS = dict(
-    dark={"num_features", "sharing", "rank", "proposal", "shift", "orthogonal", "seed"},
-    performer={"num_features", "proposal", "shift", "orthogonal", "seed"},
-    temperature={"num_features", "proposal", "shift", "orthogonal", "seed"},
-    learned={"num_features", "shift", "orthogonal", "seed"},
-    constant={"num_features", "seed"},
-    uniform=set(),
-    softmax=set(),
+    dark=(*_FEATURES, "proposal", "rank", "sharing"),
+    performer=(*_FEATURES, "proposal"),
+    temperature=(*_FEATURES, "proposal"),
+    learned=_FEATURES,
+    constant=("num_features", "seed"),
+    uniform=(),
+    softmax=(),
 )  # besides what the attention layer gives
 
 
@@ -343,18 +344,5 @@ def build_kernel(
     """
     if cfg is None:
         return SoftmaxKernel(num_heads, head_dim, scale=scale)
-    if not isinstance(cfg, dict) or not isinstance(cfg.get("type"), str):
-        raise TypeError(f"kernel must be None or a dict with a string 'type', got {cfg!r}.")
-    name = cfg["type"].removeprefix(PREFIX)
-    if name not in _TYPES:
-        raise KeyError(f"unknown kernel type {cfg['type']!r}; known: {', '.join(_TYPES)}.")
-    arguments = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
-    accepted = _ARGUMENTS[name]
-    unknown = sorted(set(arguments) - accepted)
-    if unknown:
-        raise TypeError(
-            f"kernel type {name} has no argument {', '.join(map(repr, unknown))}; it takes "
-            f"{', '.join(sorted(accepted)) or 'none'}. If a parent config set it for another type, write "
-            "`_delete_=True` into the child's kernel dict."
-        )
+    name, arguments = type_and_arguments("kernel", cfg, _ARGUMENTS)
     return _TYPES[name](num_heads, head_dim, scale=scale, layer=layer, **arguments)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mmspectral.layers.corrections import Correction
-from mmspectral.layers.projection import METADATA_KEY, ShowsEffective, shown
+from mmspectral.layers.projection import ShowsEffective, shown, write_note
 from mmspectral.ops import ProjectionLayout
 
 ROLES = ("q", "k", "v")
@@ -31,22 +31,13 @@ class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
     in_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight = map(shown, WEIGHTS)
 
     def __init__(self, stock: nn.MultiheadAttention, conditioning: Correction) -> None:
-        super().__init__(
-            stock.embed_dim,
-            stock.num_heads,
-            stock.dropout,
-            add_zero_attn=stock.add_zero_attn,
-            kdim=stock.kdim,
-            vdim=stock.vdim,
-            batch_first=stock.batch_first,
-            device=torch.device("meta"),
-        )
+        super().__init__(**_arguments(stock))
         _share(self, stock)
         # TransformerEncoderLayer and TransformerEncoder ask for this before they read in_proj_weight themselves.
         self._qkv_same_embed_dim = False
         self.conditioning = conditioning
         self.layout = ProjectionLayout(ROLES, stock.num_heads)
-        self.register_state_dict_post_hook(_write_note)
+        self.register_state_dict_post_hook(write_note)
         self.train(stock.training)
 
     def forward(
@@ -104,7 +95,8 @@ class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
 
     def folded(self) -> nn.MultiheadAttention:
         """Return a plain ``nn.MultiheadAttention`` with weights W + C and the same biases."""
-        stock = _stock_like(self)
+        stock = nn.MultiheadAttention(**_arguments(self)).train(self.training)
+        _share(stock, self)
         for name, weight in self.effective_weights().items():
             trained = self.own(name).requires_grad
             setattr(stock, name, nn.Parameter(weight.detach(), requires_grad=trained))
@@ -112,10 +104,6 @@ class ConditionedMultiheadAttention(ShowsEffective, nn.MultiheadAttention):
 
     def extra_repr(self) -> str:
         return f"conditioning={self.conditioning}, layout={self.layout.as_dict()}"
-
-    def note(self) -> dict:
-        """Return what the metadata of a state dict says of this layer."""
-        return dict(self.conditioning.settings(), layout=self.layout.as_dict())
 
     def correction_matrices(self) -> dict[str, Tensor]:
         """Return the C in use by name of the parameter that it is added to."""
@@ -141,19 +129,9 @@ def weight_layouts(attention: nn.MultiheadAttention) -> dict[str, ProjectionLayo
     }
 
 
-def _stock_like(attention: ConditionedMultiheadAttention) -> nn.MultiheadAttention:
-    stock = nn.MultiheadAttention(
-        attention.embed_dim,
-        attention.num_heads,
-        attention.dropout,
-        add_zero_attn=attention.add_zero_attn,
-        kdim=attention.kdim,
-        vdim=attention.vdim,
-        batch_first=attention.batch_first,
-        device=torch.device("meta"),
-    )
-    _share(stock, attention)
-    return stock.train(attention.training)
+def _arguments(attention: nn.MultiheadAttention) -> dict:
+    names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+    return {name: getattr(attention, name) for name in names} | dict(device="meta")
 
 
 def _share(target: nn.MultiheadAttention, source: nn.MultiheadAttention) -> None:
@@ -163,7 +141,3 @@ def _share(target: nn.MultiheadAttention, source: nn.MultiheadAttention) -> None
             continue  # torch keeps these as a plain None, not as an empty parameter
         setattr(target, name, parameter)
     target.out_proj = source.out_proj
-
-
-def _write_note(module: ConditionedMultiheadAttention, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    local_metadata[METADATA_KEY] = module.note()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,20 @@ _FLOAT32_LIMIT = torch.finfo(torch.float32).max
 def is_finite_number(value: object) -> bool:
     """Return whether ``value`` is an int or float, and no bool, that float32 can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _FLOAT32_LIMIT
+
+
+def positive(name: str, value: object, kind: str = "positive and finite") -> float:
+    """Return a positive number as a float; raise ValueError for anything else."""
+    if not (is_finite_number(value) and value > 0):
+        raise ValueError(f"{name} must be {kind}, got {value!r}.")
+    return float(value)
+
+
+def count(name: str, value: object, most: int | None = None) -> int:
+    """Return an integer of at least 1, and at most ``most``; raise ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= (most or value):
+        raise ValueError(f"{name} must be a positive integer{most and f' of at most {most}' or ''}, got {value!r}.")
+    return value
 
 
 class Conditioning(ABC):
@@ -103,25 +117,35 @@ def build_conditioning(cfg: dict | Conditioning | None) -> Conditioning | None:
     """
     if cfg is None or isinstance(cfg, Conditioning):
         return cfg
+    accepted = {name: list(inspect.signature(cls).parameters) for name, cls in sorted(_TYPES.items())}
+    own = " Register your own class with mmspectral.layers.register_conditioning."
+    name, arguments = type_and_arguments("conditioning", cfg, accepted, own)
+    return _TYPES[name](**arguments)
+
+
+def type_and_arguments(
+    option: str, cfg: object, accepted: Mapping[str, Sequence[str]], hint: str = ""
+) -> tuple[str, dict]:
+    """Return the type and the arguments that ``option=dict(type=..., ...)`` gives; ``accepted`` by known type.
+
+    Raises:
+        TypeError: Not a dict, or an argument that the type does not have.
+        KeyError: Unknown type.
+    """
     if not isinstance(cfg, dict) or not isinstance(cfg.get("type"), str):
-        raise TypeError(f"conditioning must be None or a dict with a string 'type', got {cfg!r}.")
+        raise TypeError(f"{option} must be None or a dict with a string 'type', got {cfg!r}.")
     arguments = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
     name = cfg["type"].removeprefix(PREFIX)
-    if name not in _TYPES:
-        raise KeyError(
-            f"unknown conditioning type {cfg['type']!r}; known: {', '.join(sorted(_TYPES))}. "
-            "Register your own class with mmspectral.layers.register_conditioning."
-        )
-    cls = _TYPES[name]
-    accepted = list(inspect.signature(cls).parameters)
-    unknown = sorted(set(arguments) - set(accepted))
+    if name not in accepted:
+        raise KeyError(f"unknown {option} type {cfg['type']!r}; known: {', '.join(accepted)}.{hint}")
+    unknown = sorted(set(arguments) - set(accepted[name]))
     if unknown:
         raise TypeError(
-            f"conditioning type {name} has no argument {', '.join(map(repr, unknown))}; "
-            f"it takes {', '.join(accepted)}. "
-            "If a parent config set it for another type, write `_delete_=True` into the child's conditioning dict."
+            f"{option} type {name} has no argument {', '.join(map(repr, unknown))}; "
+            f"it takes {', '.join(accepted[name]) or 'none'}. "
+            f"If a parent config set it for another type, write `_delete_=True` into the child's {option} dict."
         )
-    return cls(**arguments)
+    return name, arguments
 
 
 def in_backward_pass() -> bool:
@@ -142,8 +166,13 @@ class ShowsEffective:
     """
 
     site = ""  # name in the model, for messages
+    changes_function = True  # whether the same weights compute something else in the stock module
     shows_weight = True  # whether a parameter can stand for what the module does
     _runs = 0  # of the attention layer, nested
+
+    def note(self) -> dict:
+        """Return what the metadata of a state dict says of this module."""
+        return dict(self.conditioning.settings(), layout=self.layout.as_dict())
 
     def own(self, name: str) -> Tensor | None:
         """Return the parameter W, whoever asks (a proxy under ``torch.fx`` tracing)."""
@@ -256,7 +285,6 @@ class Projection(ShowsEffective, nn.Linear):
         ValueError: The rows do not fit the layout.
     """
 
-    changes_function = True  # whether the same weights compute something else in an nn.Linear
     weight = shown("weight")
 
     def __init__(self, linear: nn.Linear, conditioning: Conditioning, layout: ProjectionLayout) -> None:
@@ -266,13 +294,9 @@ class Projection(ShowsEffective, nn.Linear):
         self.conditioning = conditioning
         self.layout = layout
         self.targeted = [p for p, role in enumerate(layout.roles) if role in conditioning.targets]
-        self.register_state_dict_post_hook(_write_note)
+        self.register_state_dict_post_hook(write_note)
         self.make_state()
         self.train(linear.training)
-
-    def note(self) -> dict:
-        """Return what the metadata of a state dict says of this projection."""
-        return dict(self.conditioning.settings(), layout=self.layout.as_dict())
 
     def make_state(self) -> None:
         """Make what a subclass holds besides weight and bias, in the form of the present weight."""
@@ -340,6 +364,7 @@ def changed_function(name: str, trained: dict, own: dict) -> str:
     )
 
 
-def _write_note(module: Projection, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+def write_note(module: ShowsEffective, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Hook that writes into a state dict how its weights are used."""
     if module.changes_function:
         local_metadata[METADATA_KEY] = module.note()

@@ -182,9 +182,7 @@ def unfold(
         model: A model that :func:`fold` left; or, with ``conditioning``, one
             whose weights are W + C, such as a stock model with a folded file.
         conditioning: The correction, where the model does not remember it.
-        include: With ``conditioning``, as for :func:`condition`.
-        exclude: With ``conditioning``, as for :func:`condition`.
-        layout: With ``conditioning``, as for :func:`condition`.
+        include, exclude, layout: With ``conditioning``, as for :func:`condition`.
 
     Returns:
         ``model``.
@@ -239,11 +237,8 @@ def conditioned_projections(model: nn.Module) -> dict[str, ConditionedLinear]:
 
 def replaced_projections(model: nn.Module) -> dict[str, Projection]:
     """Return the projections of ``model`` that compute something else than a plain one with their weights, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Projection) and module.changes_function
-    }
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Projection))
+    return {name: module for name, module in found if module.changes_function}
 
 
 def corrected_parameters(module: nn.Module) -> dict[str, ProjectionLayout]:
@@ -360,27 +355,15 @@ def _preserve_function(modules: Iterable[nn.Module]) -> None:
 
 def _record(module: ConditionedLinear | ConditionedMultiheadAttention, shown: bool) -> dict:
     correction = module.conditioning
-    corrections = {}
-    if not correction.invertible or correction.stored:
-        matrices = (
-            module.correction_matrices()
-            if isinstance(module, ConditionedMultiheadAttention)
-            else {"weight": module.correction_matrix()}
-        )
-        corrections = {name: C.detach().clone() for name, C in matrices.items()}
+    follows = correction.invertible and not correction.stored
+    corrections = {} if follows else {name: C.detach().clone() for name, C in module.correction_matrices().items()}
     return dict(settings=correction.settings(), layout=module.layout.as_dict(), corrections=corrections, shown=shown)
 
 
 def _unfolded(name: str, module: Replaced, corrections: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        parameter: unfolded_weight(
-            f"{name}.{parameter}",
-            module.own(parameter).detach(),
-            module.conditioning,
-            layout,
-            corrections.get(parameter),
-        )
-        for parameter, layout in corrected_parameters(module).items()
+        key: unfolded_weight(f"{name}.{key}", module.own(key).detach(), module.conditioning, rows, corrections.get(key))
+        for key, rows in corrected_parameters(module).items()
     }
 
 

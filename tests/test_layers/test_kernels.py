@@ -1,9 +1,7 @@
 """Kernels of attention: what they compute, when their features are drawn, and what calibration may set."""
 
 import copy
-import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -97,15 +95,6 @@ def test_the_baselines_ignore_the_content():
     assert {n: b.shape for n, b in kernel.named_buffers()} == {n: t.shape for n, t in state.items()}
 
 
-@ALL
-def test_every_parameter_gets_a_gradient(name):
-    kernel, inputs = build(name), [t.requires_grad_() for t in tokens()]
-    kernel(*inputs).square().sum().backward()
-    assert [n for n, p in kernel.named_parameters() if p.grad is None or not p.grad.any()] == []
-    ignored = name in ("constant", "uniform")
-    assert [t.grad is not None and t.grad.any().item() for t in inputs] == [not ignored, not ignored, True]
-
-
 def test_draws_depend_on_seed_layer_and_redraws_alone():
     before = torch.get_rng_state()
     kernel = build_kernel(TYPES["dark"] | dict(seed=1), H, D, layer=3)
@@ -126,14 +115,10 @@ def test_redraws_happen_in_place():
     assert kernel.redraws == 3 and not torch.equal(kernel.w, before)
     kernel.redraw(0)
     assert torch.equal(kernel.w, before)
-
-
-def test_trained_features_are_never_redrawn():
-    kernel = build("learned")
-    before = kernel.w.clone()
-    kernel.redraw(1)
-    assert not kernel.draws and torch.equal(kernel.w, before) and "redraws" not in kernel.state_dict()
-    assert build("dark").draws
+    trained = build("learned")
+    before = trained.w.clone()
+    trained.redraw(1)
+    assert kernel.draws and not trained.draws and torch.equal(trained.w, before)
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -193,39 +178,18 @@ def test_sharing():
         share_geometry(other)
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_saving_copying_and_pickling(name):
-    kernel, inputs = build(name), tokens()
-    if kernel.draws:
-        kernel.redraw(5)
-    out = kernel(*inputs)
-    stream = io.BytesIO()
-    torch.save(kernel.state_dict(), stream)
-    stream.seek(0)
-    fresh = build_kernel(TYPES[name], H, D)  # another layer, drawn otherwise
-    fresh.load_state_dict(torch.load(stream, weights_only=True), strict=True)
-    if name != "constant":  # its codes depend on the layer
-        assert torch.equal(fresh(*inputs), out)
-    for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
-        assert torch.equal(twin(*inputs), out) and twin.w.data_ptr() != kernel.w.data_ptr()
-
-
 @pytest.mark.parametrize(
     ("cfg", "error", "match"),
     [
-        ("dark", TypeError, "kernel must be None or a dict with a string 'type', got 'dark'"),
         (dict(num_features=8), TypeError, "a string 'type'"),
         (dict(type="drak"), KeyError, "unknown kernel type 'drak'; known: dark, performer"),
         (dict(type="performer", rank=2), TypeError, "performer has no argument 'rank'; it takes .*_delete_"),
         (dict(type="softmax", seed=1), TypeError, "softmax has no argument 'seed'; it takes none"),
-        (dict(type="dark", num_features=0), ValueError, r"num_features must be an integer in \[1, 65536\], got 0"),
         (dict(type="dark", num_features=2.5), ValueError, r"num_features must be an integer in \[1, 65536\], got 2.5"),
         (dict(type="dark", rank=9), ValueError, r"rank must be an integer in \[1, 8\], the width of a head, got 9"),
         (dict(type="dark", num_features=10**9), ValueError, r"num_features must be an integer in \[1, 65536\]"),
         (dict(type="dark", seed="q"), ValueError, "seed must be an integer, got 'q'"),
-        (dict(type="dark", orthogonal="no"), ValueError, "orthogonal must be one of True, False, got 'no'"),
         (dict(type="dark", sharing="heads"), ValueError, "sharing must be one of 'head', 'layer', 'model', got 'heads"),
-        (dict(type="dark", proposal="best"), ValueError, "proposal must be one of None, 'sharp', 'theorem_3_2'"),
         (dict(type="dark", shift=True), ValueError, "shift must be one of None, 'fixed', 'learned', got True"),
     ],
 )
@@ -239,8 +203,6 @@ def test_errors_of_settings(cfg, error, match):
     [
         ("performer", dict(M=torch.eye(D)[None]), "this kernel has no M; set geometry"),
         ("dark", dict(shift=torch.zeros(1, D)), "this kernel has no shift"),
-        ("dark", dict(proposal=Proposal(torch.eye(D)[None], torch.ones(1, D))), "no proposal_basis"),
-        ("dark", dict(M=torch.eye(D)), r"M of shape \(8, 8\) does not fit \(4, 8, 8\)"),
         ("dark_layer", dict(M=torch.ones(H, 3, D)), r"M of shape \(4, 3, 8\) does not fit \(1, 3, 8\)"),
         ("dark_sharp", dict(shift=torch.zeros(3, D)), r"shift of shape \(3, 8\) does not fit \(4, 8\)"),
     ],

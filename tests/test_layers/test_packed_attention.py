@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmspectral.layers import condition, fold, sites, unfold
+from mmspectral.layers import condition, fold, unfold
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention
 
 SCALE = 3.0
@@ -71,26 +71,14 @@ def test_computes_with_w_plus_c(kwargs, batch_first, training):
         assert (ours[1] is None) == (theirs[1] is None) == (not need_weights)
         if need_weights:
             torch.testing.assert_close(ours[1], theirs[1], rtol=1e-12, atol=1e-12)
-        grads = [torch.autograd.grad(out[0].sin().sum(), inputs) for out in (ours, theirs)]
+        grads = [
+            torch.autograd.grad(out[0].sin().sum(), [*inputs, *layer.parameters()], allow_unused=True)
+            for out, layer in ((ours, model["attn"]), (theirs, expected))
+        ]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("kwargs", [{}, SEPARATE, dict(add_bias_kv=True)], ids=str)
-def test_parameters_keep_their_names_and_get_the_gradient_of_w_plus_c(kwargs):
-    stock, expected = stock_and_expected(batch_first=True, **kwargs)
-    names = list(stock.state_dict())
-    model = nn.ModuleDict({"attn": stock})
-    condition(model, CONDITIONING)
-    assert list(model["attn"].state_dict()) == names
+    assert list(model["attn"].state_dict()) == list(expected.state_dict())
     assert all(a is b for a, b in zip(model["attn"].parameters(), stock.parameters(), strict=True))
-    sizes = {name: size for name, size in kwargs.items() if name in SEPARATE}
-    inputs = tokens(True, **sizes)
-    for layer in (model["attn"], expected):
-        layer(*inputs)[0].sin().sum().backward()
-    grads = {name: parameter.grad for name, parameter in expected.named_parameters()}
-    for name, parameter in model["attn"].named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("kwargs", [{}, SEPARATE, dict(bias=False, add_bias_kv=True)], ids=str)
@@ -154,23 +142,6 @@ def test_a_nested_tensor_is_refused():
         model["attn"](nested, nested, nested)
 
 
-def test_decoder_with_cross_attention():
-    torch.manual_seed(0)
-    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    condition(model, CONDITIONING)
-    assert [site.name for site in sites(model)] == [
-        "encoder.layers.0.self_attn",
-        "decoder.layers.0.self_attn",
-        "decoder.layers.0.multihead_attn",
-    ]
-    source, target = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
-    conditioned = model(source, target)
-    conditioned.sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-    fold(model)
-    torch.testing.assert_close(model(source, target), conditioned, rtol=1e-4, atol=1e-4)
-
-
 def test_self_attention_projects_once(monkeypatch):
     """The same tensor as query, key and value stays the same object, which torch's packed projection looks for."""
     stock, _ = stock_and_expected(batch_first=True)
@@ -188,17 +159,3 @@ def test_self_attention_projects_once(monkeypatch):
     model["attn"](q, k, k)
     model["attn"](q, k, v)
     assert seen == [(True, True), (False, True), (False, False)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_and_autocast(dtype):
-    stock, expected = stock_and_expected(batch_first=True)
-    model = nn.ModuleDict({"attn": stock})
-    condition(model, CONDITIONING)
-    inputs = tokens(True)
-    exact = expected(*inputs)[0]
-    low = copy.deepcopy(model).to(dtype)["attn"](*(t.to(dtype) for t in inputs))[0]
-    assert low.dtype == dtype and (low.double() - exact).norm() < 0.05 * exact.norm()
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = model.float()["attn"](*(t.float() for t in inputs))[0]
-    assert (mixed.double() - exact).norm() < 0.05 * exact.norm()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -208,43 +207,6 @@ def test_an_adapter_on_top_of_a_conditioned_projection(attention):
     torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-def test_functional_calls_compute_with_the_given_weights(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    nn.init.zeros_(model[0].qkv.weight)
-    torch.func.functional_call(model, weights, (x,)).sin().sum().backward()
-    expected(x).sin().sum().backward()
-    torch.testing.assert_close(weights["0.qkv.weight"].grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-@pytest.mark.parametrize("preserve_norm", [None, 0.1])
-def test_a_traced_graph_trains_w_and_keeps_c(attention, preserve_norm):
-    conditioning = dict(CONDITIONING, preserve_norm=preserve_norm)
-    model, _, x = pair(attention)
-    mmspectral.condition(model, conditioning)
-    graph = torch.fx.symbolic_trace(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    torch.testing.assert_close(graph(x), model(x), rtol=1e-12, atol=1e-12)
-    gradients = []
-    for m in (graph, model):
-        model.zero_grad()
-        m(x).sin().sum().backward()
-        gradients.append(model[0].qkv.weight.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("settings", [dict(type="SVDCorrection"), dict(type="SpectralNorm")])
-def test_what_follows_from_w_is_not_traced(settings):
-    model = mmspectral.condition(nn.Sequential(Caller()), settings)
-    with pytest.raises(TypeError, match=settings["type"]):
-        torch.fx.symbolic_trace(model)
-
-
 @pytest.mark.parametrize("settings", CONDITIONINGS, ids=repr)
 @pytest.mark.parametrize("attention", [Caller, Reader])
 def test_fold_leaves_stock_modules_and_unfold_undoes_it(attention, settings):
@@ -346,29 +308,6 @@ def test_weights_are_read_as_w_plus_c_only_while_the_layer_runs():
     assert isinstance(model[0].qkv.weight, nn.Parameter), "an error in the forward pass left W + C behind"
 
 
-@pytest.mark.parametrize("attention", [Caller, Reader])
-def test_pruning_and_copies(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    copied = pickle.loads(pickle.dumps(model))
-    prune.identity(model[0].qkv, "weight")
-    nn.init.zeros_(model[1].qkv.weight)
-    torch.testing.assert_close(copied(x), expected(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(model[0](x), expected[0](x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("attention", [Caller, Reader, Both, Aliasing])
-def test_compiles_without_a_graph_break(attention):
-    model, expected, x = pair(attention)
-    mmspectral.condition(model, CONDITIONING)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected(x), rtol=1e-12, atol=1e-12)
-    compiled(x).sin().sum().backward()
-    expected(x).sin().sum().backward()
-    torch.testing.assert_close(model[0].qkv.weight.grad, expected[0].qkv.weight.grad, rtol=1e-11, atol=1e-12)
-    assert isinstance(model[0].qkv.weight, nn.Parameter)
-
-
 @pytest.mark.parametrize("settings", [QKNorm(), SpectralNorm()])
 def test_what_no_weight_can_show_is_refused_by_name_when_it_is_read(settings):
     model = mmspectral.condition(nn.Sequential(Reader()), settings)
@@ -463,18 +402,82 @@ def perturbed(model):
     return model.eval()
 
 
-def check(model, x, num_sites, **options):
+def timm(name, **kwargs):
+    return pytest.importorskip("timm").create_model(name, num_classes=3, **kwargs)
+
+
+def torchvision_swin(version=""):
+    """Its attention multiplies by ``self.qkv.weight``: a replaced projection is never called."""
+    models = pytest.importorskip("torchvision.models.swin_transformer")
+    block = getattr(models, f"SwinTransformerBlock{version}")
+    return models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [2, 2], num_classes=3, block=block)
+
+
+class First(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)[0]
+
+
+def mmpretrain(name, **kwargs):
+    """Swin V2 and BEiT multiply by self.qkv.weight."""
+    return First(getattr(pytest.importorskip("mmpretrain.models.backbones"), name)(img_size=32, **kwargs))
+
+
+def transformers(name, **kwargs):
+    library = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48) | kwargs
+    return First(getattr(library, f"{name}Model")(getattr(library, f"{name}Config")(**sizes)))
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+SWIN2 = dict(arch=dict(embed_dims=24, depths=[1, 1], num_heads=[2, 2], extra_norm_every_n_blocks=0))
+SWIN2 |= dict(window_size=[4, 4], pad_small_map=True, out_indices=(1,))
+BEIT = dict(embed_dims=24, num_layers=2, num_heads=2, feedforward_channels=48)
+SWINV2 = dict(img_size=32, window_size=2, embed_dim=24, num_heads=(1, 2), depths=(1, 1))
+INTERLEAVED = dict(layout=dict(row_order="[heads][3][d]"))
+
+
+@pytest.mark.parametrize(
+    ("make", "num_sites", "size", "options"),
+    [
+        (lambda: timm("vit_tiny_patch16_224", img_size=32, depth=2), 2, 32, {}),
+        (lambda: timm("beit_base_patch16_224", img_size=32, embed_dim=48, num_heads=3, depth=2), 2, 32, {}),
+        (lambda: timm("swinv2_tiny_window8_256", **SWINV2), 2, 32, {}),
+        (lambda: timm("xcit_nano_12_p16_224", depth=2), 8, 32, {}),
+        slow(lambda: timm("pvt_v2_b0"), 16, 32, {}),
+        slow(lambda: timm("convit_tiny", img_size=32), 22, 32, {}),
+        slow(lambda: timm("maxvit_rmlp_pico_rw_256", img_size=64), 22, 64, {}),
+        (lambda: torchvision_swin(), 2, 16, {}),
+        (lambda: torchvision_swin("V2"), 2, 16, {}),
+        (lambda: pytest.importorskip("torchvision.models").VisionTransformer(32, 16, 2, 4, 32, 64), 2, 32, {}),
+        (lambda: mmpretrain("SwinTransformerV2", **SWIN2), 2, 32, {}),
+        (lambda: mmpretrain("BEiTViT", arch=BEIT), 2, 32, {}),
+        (lambda: transformers("ViT", image_size=32, patch_size=16), 6, 32, {}),
+        (lambda: transformers("Bert", vocab_size=50), 6, None, {}),
+        (lambda: transformers("Llama", vocab_size=50, num_attention_heads=4, num_key_value_heads=2), 6, None, {}),
+        (lambda: transformers("GPTNeoX", vocab_size=50), 2, None, INTERLEAVED),
+    ],
+)
+def test_models_of_others(make, num_sites, size, options):
     """Against the stock model with W + C written into its weights by hand."""
+    torch.manual_seed(0)
+    model = perturbed(make())
+    x = torch.randint(0, 50, (2, 7)) if size is None else torch.randn(1, 3, size, size)
     expected = copy.deepcopy(model)
     found = mmspectral.sites(model, **options)
     assert len(found) == num_sites
     for site in found:
         module = expected.get_submodule(site.name)
         weight = module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
-        layout = site.layout
-        C = reference.identity_matrix(
-            *weight.shape, [2.0] * len(layout.roles), layout.num_heads, layout.row_order, "full"
-        )
+        rows = site.layout
+        C = reference.identity_matrix(*weight.shape, [2.0] * len(rows.roles), rows.num_heads, rows.row_order, "full")
         with torch.no_grad():
             weight.add_(C)
     mmspectral.condition(model, CONDITIONING, **options)
@@ -488,103 +491,12 @@ def check(model, x, num_sites, **options):
         torch.testing.assert_close(mmspectral.unfold(model)(x), ours, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "num_sites"),
-    [
-        ("vit_tiny_patch16_224", dict(img_size=32), 2),
-        ("beit_base_patch16_224", dict(img_size=32, embed_dim=48, num_heads=3), 2),
-        ("swinv2_tiny_window8_256", dict(img_size=32, window_size=2, embed_dim=24, num_heads=(1, 2)), 2),
-        ("xcit_nano_12_p16_224", {}, 8),
-        pytest.param("pvt_v2_b0", {}, 16, marks=pytest.mark.slow),
-        pytest.param("convit_tiny", dict(img_size=32), 22, marks=pytest.mark.slow),
-        pytest.param("maxvit_rmlp_pico_rw_256", dict(img_size=64), 22, marks=pytest.mark.slow),
-    ],
-)
-def test_timm(name, kwargs, num_sites):
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    if name.startswith(("vit", "beit", "xcit")):
-        kwargs = dict(kwargs, depth=2)
-    if name.startswith("swinv2"):
-        kwargs = dict(kwargs, depths=(1, 1))
-    model = perturbed(timm.create_model(name, num_classes=3, **kwargs))
-    check(model, torch.randn(1, 3, kwargs.get("img_size", 32), kwargs.get("img_size", 32)), num_sites)
-
-
 @pytest.mark.parametrize("version", ["", "V2"])
-def test_torchvision_swin(version):
-    """Its attention multiplies by ``self.qkv.weight``: a replaced projection is never called."""
-    models = pytest.importorskip("torchvision.models.swin_transformer")
+def test_extracted_features_of_torchvision_follow_the_weights(version):
     extract = pytest.importorskip("torchvision.models.feature_extraction").create_feature_extractor
-    torch.manual_seed(0)
-    block = getattr(models, f"SwinTransformerBlock{version}")
-    model = perturbed(models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [2, 2], num_classes=3, block=block))
-    x = torch.randn(1, 3, 16, 16)
-    check(model, x, 2)
+    model, x = mmspectral.condition(perturbed(torchvision_swin(version)), CONDITIONING), torch.randn(1, 3, 16, 16)
     features = extract(model, ["flatten"])
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.1)  # the graph follows the weights
+            parameter.mul_(1.1)
     torch.testing.assert_close(model.head(features(x)["flatten"]), model(x))
-
-
-def test_torchvision_vit():
-    models = pytest.importorskip("torchvision.models")
-    torch.manual_seed(0)
-    model = perturbed(models.VisionTransformer(32, 16, 2, 4, 32, 64, num_classes=3))
-    check(model, torch.randn(1, 3, 32, 32), 2)
-
-
-def test_mmpretrain_readers():
-    """Swin V2 and BEiT multiply by self.qkv.weight."""
-    backbones = pytest.importorskip("mmpretrain.models.backbones")
-    torch.manual_seed(0)
-
-    class First(nn.Module):
-        def __init__(self, backbone):
-            super().__init__()
-            self.backbone = backbone
-
-        def forward(self, x):
-            return self.backbone(x)[0]
-
-    arch = dict(embed_dims=24, depths=[1, 1], num_heads=[2, 2], extra_norm_every_n_blocks=0)
-    swin = backbones.SwinTransformerV2(arch, img_size=32, window_size=[4, 4], pad_small_map=True, out_indices=(1,))
-    beit = backbones.BEiTViT(dict(embed_dims=24, num_layers=2, num_heads=2, feedforward_channels=48), img_size=32)
-    for backbone in (swin, beit):
-        model = First(backbone)
-        check(perturbed(model), torch.randn(1, 3, 32, 32), 2)
-
-
-def test_transformers():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
-
-    class Last(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return self.model(x)[0]
-
-    tokens = torch.randint(0, 50, (2, 7))
-    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
-    check(perturbed(Last(bert)), tokens, 6)
-    vit = transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes))
-    check(perturbed(Last(vit)), torch.randn(1, 3, 32, 32), 6)
-    llama = transformers.LlamaModel(
-        transformers.LlamaConfig(vocab_size=50, **dict(sizes, num_attention_heads=4), num_key_value_heads=2)
-    )
-    assert {site.num_heads for site in mmspectral.sites(llama)} == {2, 4}
-    check(perturbed(Last(llama)), tokens, 6)
-    neox = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(vocab_size=50, **sizes))
-    check(perturbed(Last(neox)), tokens, 2, layout=dict(row_order="[heads][3][d]"))
-
-
-def test_names_of_the_package():
-    for name in ("condition", "fold", "sites", "unfold"):
-        assert getattr(mmspectral, name) is getattr(mmspectral.layers, name) and name in mmspectral.__all__
-    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
-        mmspectral.unknown  # noqa: B018
