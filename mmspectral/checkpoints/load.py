@@ -65,15 +65,6 @@ class LoadReport:
         return text
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """Weights of a file under the names of a backbone, and the rest under those of a mmpretrain classifier."""
-
-    backbone: Weights
-    outside: dict[str, Tensor]
-    report: LoadReport
-
-
 def load_backbone(
     backbone: nn.Module,
     checkpoint: str,
@@ -113,15 +104,14 @@ def load_backbone(
             matched, or a correction would change the function.
     """
     weights = find_weights(read_checkpoint(checkpoint), checkpoint, entry)
-    fitted = _fit(backbone, weights, checkpoint, prefix, min_matched)
-    weights = fitted.backbone
+    weights, _, report = _fit(backbone, weights, checkpoint, prefix, min_matched)
     own = backbone.state_dict()
     dtypes = {name: tensor.dtype for name, tensor in own.items()}
     reconcile(weights, model_sites(backbone), dtypes, checkpoint, trained_with_conditioning)
     weights.tensors = {name: weights.tensors[name] for name in own if name in weights.tensors}
     backbone.load_state_dict(weights.state_dict(), strict=False)
-    print_log(f"{checkpoint}: {fitted.report}.", "current", logging.INFO)
-    return fitted.report
+    print_log(f"{checkpoint}: {report}.", "current", logging.INFO)
+    return report
 
 
 def fit_to_model(
@@ -147,26 +137,27 @@ def fit_to_model(
         ValueError: As for :func:`load_backbone`.
     """
     place = "backbone." if isinstance(getattr(model, "backbone", None), nn.Module) else ""
-    fitted = _fit(
-        model.get_submodule(place.removesuffix(".")), find_weights(checkpoint, source), source, None, min_matched
-    )
+    backbone = model.get_submodule(place.removesuffix("."))
+    inside, outside, report = _fit(backbone, find_weights(checkpoint, source), source, None, min_matched)
     own = model.state_dict()
-    outside = {n: t for n, t in fitted.outside.items() if place and n in own and own[n].shape == t.shape}
-    skipped = tuple(name for name in fitted.outside if name not in outside)
-    tensors = {f"{place}{name}": tensor for name, tensor in fitted.backbone.tensors.items()}
-    metadata = {f"{place}{name}".removesuffix("."): entry for name, entry in fitted.backbone.metadata.items()}
-    weights = Weights(tensors | outside, metadata, fitted.report.entry)
+    fitting = {n: t for n, t in outside.items() if place and n in own and own[n].shape == t.shape}
+    report = replace(report, skipped=tuple(name for name in outside if name not in fitting))
+    tensors = {f"{place}{name}": tensor for name, tensor in inside.tensors.items()}
+    metadata = {f"{place}{name}".removesuffix("."): entry for name, entry in inside.metadata.items()}
+    weights = Weights(tensors | fitting, metadata, report.entry)
     dtypes = {name: tensor.dtype for name, tensor in own.items()}
     sites = model_sites(model)
     if unknown := reconcile(weights, sites, dtypes, source, accept_unknown=True):
         message = unknown_message(source, sites[unknown[0]][0], unknown[0], len(unknown) - 1)
         print_log(message, "current", logging.WARNING)
-    report = replace(fitted.report, skipped=skipped)
     print_log(f"{source}: backbone {report}.", "current", logging.INFO)
     return weights, report
 
 
-def _fit(backbone: nn.Module, weights: Weights, source: str, prefix: str | None, min_matched: float) -> _Fitted:
+def _fit(
+    backbone: nn.Module, weights: Weights, source: str, prefix: str | None, min_matched: float
+) -> tuple[Weights, dict[str, Tensor], LoadReport]:
+    """Return weights under the names of a backbone, the rest under those of a mmpretrain classifier, and a report."""
     own = backbone.state_dict()
     family = detect(own)
     prefixes = PREFIXES if prefix is None else (without_wrappers(prefix),)
@@ -193,7 +184,7 @@ def _fit(backbone: nn.Module, weights: Weights, source: str, prefix: str | None,
     if wrong:
         shapes = "; ".join(f"{n}: file {tuple(state[n].shape)}, model {tuple(own[n].shape)}" for n in wrong[:8])
         raise ValueError(f"{source}: {len(wrong)} shapes differ from {type(backbone).__name__}'s ({shapes}).")
-    return _Fitted(found, outside, report)
+    return found, outside, report
 
 
 def _rename(weights: Weights, prefix: str, family: str | None) -> tuple[Weights, dict[str, Tensor], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,7 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.logging import print_log
 from mmengine.model.weight_init import PretrainedInit
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from mmspectral.checkpoints import load_backbone
@@ -23,16 +25,16 @@ SATURATED = 0.05  # of maximal entropy
 class ConditionedBackbone:
     """Mix-in of the conditioned backbones; put it before mmpretrain's class.
 
-    The class supplies ``scratch_init_cfg``, its initialisation from scratch, and
-    ``with_cp``, whether blocks are recomputed in the backward pass; its
-    constructor ends with :meth:`finish`. Under ``init_cfg=dict(type='Pretrained', checkpoint=..., prefix=...)`` weights
-    are first initialised by it, then loaded by
+    The class supplies ``with_cp``, whether blocks are recomputed in the backward
+    pass; its constructor ends with :meth:`finish`. With ``init_cfg=dict(type='Pretrained',
+    checkpoint=..., prefix=...)`` weights are first initialised from scratch, then loaded by
     :func:`mmspectral.checkpoints.load.load_backbone`, whose other arguments
     (``trained_with_conditioning``, ``min_matched``) the dict may also hold.
     """
 
-    scratch_init_cfg: dict
+    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)  # as in the official codes
     with_cp: bool
+    norm_eval = False
     probe_length = 196  # tokens that one attention sees: 224-pixel images in patches of 16
 
     def init_weights(self) -> None:
@@ -50,6 +52,15 @@ class ConditionedBackbone:
         super().init_weights()
         self.init_cfg = init_cfg
         load_backbone(self, **{key: value for key, value in init_cfg.items() if key not in ("type", "map_location")})
+
+    def train(self, mode: bool = True) -> ConditionedBackbone:
+        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
+        super().train(mode)
+        self._freeze_stages()
+        for module in self.modules() if mode and self.norm_eval else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return self
 
     @property
     def conditioning(self) -> dict | None:
@@ -103,6 +114,45 @@ class ConditionedBackbone:
                     "see the saturation table in the README.",
                     stacklevel=3,
                 )
+
+
+class StagedBackbone(ConditionedBackbone):
+    """The same for backbones of stages, of which those after the last output are not kept."""
+
+    @property
+    def out_channels(self) -> list[int]:
+        """Channels of each output."""
+        return [self.num_features[i] for i in self.out_indices]
+
+    @classmethod
+    def settings_of(cls, arch: str | dict) -> dict:
+        """Return ``embed_dims``, ``depths`` and ``num_heads`` of ``arch``.
+
+        Raises:
+            ValueError: Unknown, or not these three.
+        """
+        settings = cls.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
+        if not isinstance(settings, dict) or set(settings) != {"embed_dims", "depths", "num_heads"}:
+            raise ValueError(
+                f"unknown {cls.__name__} arch {arch!r}; choose {', '.join(cls.arch_zoo)} "
+                "or give a dict of embed_dims, depths and num_heads."
+            )
+        return settings
+
+    def is_cut(self, name: str) -> bool:
+        head, _, rest = name.partition(".")
+        if head == "stages":
+            index, _, rest = rest.partition(".")
+            if int(index) >= len(self.stages):
+                return True
+            return rest.startswith("downsample.") and self.stages[int(index)].downsample is None
+        return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
+
+    def _freeze_stages(self) -> None:
+        n = self.frozen_stages
+        if n >= 0:
+            norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
+            freeze([self.patch_embed, *self.stages[: n + 1], *norms])
 
 
 class Recomputed:
@@ -166,6 +216,12 @@ def resolve_indices(indices: int | Sequence[int], count: int, part: str, detail:
             f"there are {count} {part}s{detail}."
         )
     return [index % count for index in indices]
+
+
+def check_frozen_stages(frozen_stages: int, last: int) -> None:
+    """Raise a ValueError unless ``frozen_stages`` is in [-1, ``last``]."""
+    if not -1 <= frozen_stages <= last:
+        raise ValueError(f"frozen_stages must lie in [-1, {last}], got {frozen_stages}; -1 freezes nothing.")
 
 
 def rates_to_float(model: nn.Module) -> None:

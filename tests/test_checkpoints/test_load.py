@@ -12,7 +12,7 @@ from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
 from mmspectral.layers import fold
-from mmspectral.models.backbones import SpectralDeiT, SpectralSwin, SpectralViT, SpectralXCiT
+from mmspectral.models.backbones import SpectralDeiT, SpectralSwin, SpectralXCiT
 from mmspectral.registry import MODELS
 
 TINY = dict(embed_dims=32, depth=2, num_heads=4)
@@ -40,38 +40,56 @@ def x():
     return torch.randn(2, 3, 32, 40, generator=torch.Generator().manual_seed(1))
 
 
-def wrap(state, form):
-    prefixed = {f"backbone.{name}": tensor for name, tensor in state.items()}
-    return {
-        "bare": state,
-        "state_dict": {"state_dict": state, "meta": {}},
-        "model": {"model": state, "epoch": 3},
-        "backbone": {"state_dict": {**prefixed, "head.fc.weight": torch.zeros(3, 32)}},
-        "module": {"model": {f"module.{name}": tensor for name, tensor in state.items()}},
-        "module.backbone": {f"module.backbone.{name}": tensor for name, tensor in state.items()},
-    }[form]
+def under(prefix, state):
+    return {prefix + name: tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("given_prefix", [False, True])
-@pytest.mark.parametrize("form", ["bare", "state_dict", "model", "backbone", "module", "module.backbone"])
-def test_every_wrapping_loads_completely(form, given_prefix, source, tmp_path):
+def averaged(state):
+    return {"steps": torch.tensor(7), **under("module.", state)}
+
+
+HEAD = {"head.fc.weight": torch.zeros(3, 32)}
+# What a file holds, from weights and others; then the entry and the prefix that are found in it.
+FORMS = {
+    "bare": (lambda state, other: state, "", ""),
+    "mmengine": (lambda state, other: {"state_dict": state, "meta": {}}, "state_dict", ""),
+    "official": (lambda state, other: {"model": state, "epoch": 3}, "model", ""),
+    "backbone": (lambda state, other: {"state_dict": under("backbone.", state) | HEAD}, "state_dict", "backbone."),
+    "ddp": (lambda state, other: {"model": under("module.", state)}, "model", "module."),
+    "ddp-backbone": (lambda state, other: under("module.backbone.", state), "", "module.backbone."),
+    "timm-ema": (lambda s, other: {"state_dict": other, "state_dict_ema": averaged(s)}, "state_dict_ema", ""),
+    "official-ema": (lambda state, other: {"model": other, "model_ema": state, "optimizer": {}}, "model_ema", ""),
+    "mmengine-ema": (lambda state, other: {"state_dict": state, "ema_state_dict": averaged(other)}, "state_dict", ""),
+    "only-ema": (lambda state, other: {"ema_state_dict": averaged(state)}, "ema_state_dict", ""),
+    "compiled": (
+        lambda state, other: {f"_orig_mod.{n}".replace(".0.", ".0._orig_mod."): t for n, t in state.items()},
+        "",
+        "",
+    ),
+    "wrapped-twice": (
+        lambda state, other: under("module._orig_mod.backbone.", state),
+        "",
+        "module._orig_mod.backbone.",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_wrapping_loads_completely(form, source, tmp_path, capsys):
     """Stock mmpretrain keeps random weights in silence for several of these."""
-    torch.save(wrap(source.state_dict(), form), tmp_path / "file.pth")
-    prefix = {"backbone": "backbone.", "module": "module.", "module.backbone": "module.backbone."}.get(form, "")
-    model = build(init_cfg=pretrained(tmp_path / "file.pth", **(dict(prefix=prefix) if given_prefix else {})))
-    model.init_weights()
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    make, entry, prefix = FORMS[form]
+    other = {name: tensor + 1 for name, tensor in source.state_dict().items()}
+    torch.save(make(source.state_dict(), other), tmp_path / "file.pth")
+    MMLogger.get_instance(f"test_every_wrapping_{form}")  # the newest logger is the current one
+    count = sum(p.numel() for p in source.parameters())
+    for options in ({}, dict(prefix=prefix)):
+        model = build(init_cfg=pretrained(tmp_path / "file.pth", **options))
+        model.init_weights()
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
+        assert f"matched {count:,} of" in capsys.readouterr().out
     report = load_backbone(build(), str(tmp_path / "file.pth"))
-    assert report.matched == report.total == sum(p.numel() for p in source.parameters())
-    assert "100.0 %" in str(report) and not report.missing
-
-
-def test_report_is_logged(source, tmp_path, capsys):
-    torch.save(source.state_dict(), tmp_path / "file.pth")
-    MMLogger.get_instance("test_report_is_logged")  # the newest logger is the current one
-    build(init_cfg=pretrained(tmp_path / "file.pth")).init_weights()
-    assert f"matched {sum(p.numel() for p in source.parameters()):,} of" in capsys.readouterr().out
+    assert report.matched == report.total == count and report.entry == entry
+    assert "100.0 %" in str(report) and not report.missing and not report.unused
 
 
 def test_classifier_fills_the_dense_form(source, tmp_path):
@@ -158,31 +176,6 @@ def test_corrections_of_blocks_that_are_not_built_do_not_matter(tmp_path):
     assert torch.equal(dense.xca_layers[1].attn.qkv.weight, trained.xca_layers[1].attn.qkv.weight)
 
 
-def averaged(state):
-    return {"steps": torch.tensor(7), **{f"module.{name}": tensor for name, tensor in state.items()}}
-
-
-@pytest.mark.parametrize(
-    ("make", "entry"),
-    [
-        (lambda state, other: {"state_dict": other, "state_dict_ema": averaged(state)}, "state_dict_ema"),  # timm
-        (lambda state, other: {"model": other, "model_ema": state, "optimizer": {}}, "model_ema"),  # DeiT, XCiT
-        (lambda state, other: {"state_dict": state, "ema_state_dict": averaged(other)}, "state_dict"),  # mmengine
-        (lambda state, other: {"ema_state_dict": averaged(state)}, "ema_state_dict"),
-        (lambda state, other: {f"_orig_mod.{n}".replace(".0.", ".0._orig_mod."): t for n, t in state.items()}, ""),
-        (lambda state, other: {f"module._orig_mod.backbone.{n}": t for n, t in state.items()}, ""),
-    ],
-    ids=["timm-ema", "official-ema", "mmengine-ema", "only-ema", "compiled", "wrapped-twice"],
-)
-def test_averaged_and_wrapped_weights(make, entry, source, tmp_path):
-    other = {name: tensor + 1 for name, tensor in source.state_dict().items()}
-    torch.save(make(source.state_dict(), other), tmp_path / "file.pth")
-    model = build()
-    report = load_backbone(model, str(tmp_path / "file.pth"))
-    assert report.entry == entry and report.matched == report.total and not report.unused
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
-
-
 def test_another_entry_on_request(source, tmp_path):
     other = {name: tensor + 1 for name, tensor in source.state_dict().items()}
     torch.save({"state_dict": source.state_dict(), "ema_state_dict": averaged(other)}, tmp_path / "file.pth")
@@ -223,45 +216,22 @@ def test_a_stored_correction_is_taken_from_the_file(tmp_path, x):
 SWIN = dict(arch=dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2]))
 
 
-@pytest.mark.parametrize(("old", "new"), [(12, 7), (7, 12)])
-def test_bias_tables_of_another_window(old, new, tmp_path):
-    timm_layers = pytest.importorskip("timm.layers")
-    torch.manual_seed(0)
-    big, small = SpectralSwin(**SWIN, window_size=old), SpectralSwin(**SWIN, window_size=new)
+def test_bias_tables_of_another_window(tmp_path):
+    """As load_state_dict resizes them (tests/test_models/test_swin.py), from timm's names, and listed."""
+    big, small, direct = (SpectralSwin(**SWIN, window_size=window) for window in (12, 7, 7))
     for parameter in big.parameters():
-        torch.nn.init.normal_(parameter)
+        nn.init.normal_(parameter)
     torch.save({"model": from_mmpretrain(big.state_dict(), naming_of(FAMILIES["swin"], "timm"))}, tmp_path / "swin.pth")
     report = load_backbone(small, str(tmp_path / "swin.pth"))
     tables = [name for name, _ in big.named_parameters() if name.endswith("bias_table")]
     assert report.resized == tuple(tables) and report.matched == report.total
     assert f"resized: {tables[0]}" in str(report)
-    for name, parameter in big.named_parameters():
-        expected = parameter.detach()
-        if name in tables:
-            shape = ((2 * new - 1) ** 2, expected.shape[1])
-            expected = timm_layers.resize_rel_pos_bias_table_simple(expected, (new, new), shape)
-        torch.testing.assert_close(small.get_parameter(name).detach(), expected, msg=name)
-    assert not load_backbone(SpectralSwin(**SWIN, window_size=old), str(tmp_path / "swin.pth")).resized
+    direct.load_state_dict(big.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), direct.parameters(), strict=True))
+    assert not load_backbone(SpectralSwin(**SWIN, window_size=12), str(tmp_path / "swin.pth")).resized
 
 
 VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)
-
-
-@pytest.mark.parametrize("size", [(64, 96), (96, 64), (80, 112)])
-def test_positions_of_another_grid(size, tmp_path):
-    """The file says its grid, which a square one of as many rows would not tell."""
-    torch.manual_seed(0)
-    old, new = SpectralViT(VIT, img_size=(64, 96), patch_size=16), SpectralViT(VIT, img_size=size, patch_size=16)
-    rows = torch.arange(4.0).view(4, 1, 1).expand(4, 6, 16)  # the row of each patch
-    old.pos_embed.data = torch.cat((torch.full((1, 1, 16), 9.0), rows.reshape(1, 24, 16)), dim=1)
-    torch.save(old.state_dict(), tmp_path / "vit.pth")
-    report = load_backbone(new, str(tmp_path / "vit.pth"))
-    assert report.resized == (("pos_embed",) if old.pos_embed.shape != new.pos_embed.shape else ())
-    fitted = new.pos_embed.detach()[0, 1:].unflatten(0, [side // 16 for side in size])
-    assert (new.pos_embed[0, 0] == 9).all()
-    torch.testing.assert_close(fitted, fitted[:, :1].expand_as(fitted))  # constant along a row
-    assert (fitted[1:, 0] > fitted[:-1, 0]).all()
-    assert torch.equal(new.pos_embed, old.pos_embed) == (size == (64, 96))
 
 
 @pytest.mark.parametrize("from_distilled", [True, False])

@@ -2,10 +2,12 @@
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 from mmspectral import models
 from mmspectral.layers import conditioned_projections, feature_kernels, fold, unfold
+from mmspectral.models.backbones.xcit import ARCHITECTURES
 from mmspectral.registry import MODELS
 
 PLAIN = dict(embed_dims=32, num_layers=3, num_heads=4, feedforward_channels=64)
@@ -41,6 +44,7 @@ class Case:
         frozen: From ``frozen_stages`` to the beginnings of frozen parameters' names.
         frozen_until: Largest ``frozen_stages``.
         wrong: Arguments that are refused, and what the error says.
+        forms: Further settings under which stock and ours are compared.
     """
 
     name: str
@@ -53,15 +57,16 @@ class Case:
     size: tuple[int, int] = (48, 64)
     conditioned: tuple[str, ...] = ("conditioning",)
     wrong: tuple[tuple[dict, str], ...] = field(default=())
+    forms: tuple[dict, ...] = ()
 
     def build(self, conditioning: dict | None = None, dense: bool = False, **kwargs) -> nn.Module:
         settings = self.settings | (self.dense if dense else {}) | dict.fromkeys(self.conditioned, conditioning)
         return getattr(models, self.name)(**copy.deepcopy(settings | kwargs))
 
-    def build_stock(self, dense: bool = False, **kwargs) -> nn.Module:
+    def build_stock(self, **kwargs) -> nn.Module:
         name, own = self.stock
         settings = {key: value for key, value in self.settings.items() if key not in ("kernel", "distillation")}
-        settings |= own | (self.dense if dense else {}) | kwargs
+        settings |= own | kwargs
         if name == "XCiT":  # mmpretrain has no named sizes
             settings |= settings.pop("arch")
         return getattr(stock_backbones, name)(**copy.deepcopy(settings))
@@ -70,7 +75,7 @@ class Case:
         return self.name
 
 
-def plain(name, stock, **settings):
+def plain(name, stock, forms=(), **settings):
     def frozen(n):
         stem = ("patch_embed.", "pos_embed", "cls_token", "dist_token", "pre_norm.")
         return (*stem, *(f"layers.{i}." for i in range(n)), *(["ln1."] if n == 3 else [])) if n >= 0 else ()
@@ -84,14 +89,18 @@ def plain(name, stock, **settings):
         frozen,
         3,
         wrong=(
-            (dict(arch="huge!"), "arch"),
-            (dict(out_indices=9), "out_indices"),
-            (dict(frozen_stages=4), "frozen_stages"),
+            (dict(arch="vit-small"), f"unknown {name} arch 'vit-small'; choose s, small"),
+            (dict(out_indices=9), r"out_indices \[9\] must be .*\[-3, 3\)"),
+            (dict(out_indices=()), "out_indices"),
+            (dict(frozen_stages=4), r"frozen_stages must lie in \[-1, 3\], got 4"),
+            (dict(out_type="map"), "out_type"),
+            (dict(with_cls_token=False), "with_cls_token"),
         ),
+        forms=forms,
     )
 
 
-def staged(name, stock, size=(64, 96), until=2, **settings):
+def staged(name, stock, size=(64, 96), until=2, wrong=(), **settings):
     def frozen(n):
         stages = (f"{part}{i}." for part in ("stages.", "norm") for i in range(n + 1))
         return ("patch_embed.", *stages) if n >= 0 else ()
@@ -108,9 +117,12 @@ def staged(name, stock, size=(64, 96), until=2, **settings):
         size=size,
         conditioned=("conditioning", "channel_conditioning") if stock == "DaViT" else ("conditioning",),
         wrong=(
-            (dict(arch="huge!"), "arch"),
+            (dict(arch="huge!"), "unknown .* arch 'huge!'; choose t, tiny"),
+            (dict(arch=dict(embed_dims=16)), "depths.* num_heads"),
+            (dict(out_indices=(3,)), r"out_indices \[3\].*there are 3 stages"),
             (dict(out_indices=()), "out_indices"),
-            (dict(frozen_stages=7), "frozen_stages"),
+            (dict(frozen_stages=7), rf"frozen_stages must lie in \[-1, {until}\]"),
+            *wrong,
         ),
     )
 
@@ -122,6 +134,11 @@ def frozen_xcit(n):
     return ("patch_embed.", "pos_embed.", *blocks, *(["cls_token"] if n > 3 else []), *(["norm."] if n == 5 else []))
 
 
+VIT_FORMS = (
+    dict(out_type="avg_featmap", with_cls_token=False, final_norm=False, pre_norm=True),
+    dict(out_type="raw", layer_scale_init_value=0.1, drop_rate=0.1, layer_cfgs=dict(attn_drop_rate=0.1)),
+    dict(qkv_bias=False, patch_size=8, interpolate_mode="bilinear"),
+)
 CASES = [
     Case(
         "SpectralXCiT",
@@ -133,15 +150,24 @@ CASES = [
         5,
         conditioned=("conditioning", "class_attention_conditioning"),
         wrong=(
-            (dict(arch="huge!"), "unknown XCiT arch"),
+            (dict(arch="small"), "unknown XCiT arch 'small'; choose nano-12"),
             (dict(out_indices=(7,)), "out_indices"),
-            (dict(frozen_stages=6), "frozen_stages"),
+            (dict(out_type="featmap", out_indices=()), "out_indices"),
+            (dict(frozen_stages=6), r"must lie in \[-1, 5\]"),
+            (dict(out_type="featmap", out_indices=(1,), frozen_stages=3), r"must lie in \[-1, 2\]"),
+            (dict(patch_size=7), "16 or 8"),
         ),
     ),
     staged("SpectralSwin", "SwinTransformer", window_size=4, pad_small_map=True, use_abs_pos_embed=False),
-    plain("SpectralViT", "VisionTransformer"),
-    plain("SpectralDeiT", "DistilledVisionTransformer", distillation=True),
-    staged("SpectralDaViT", "DaViT", size=(64, 128), until=3),
+    plain("SpectralViT", "VisionTransformer", VIT_FORMS),
+    plain("SpectralDeiT", "DistilledVisionTransformer", (dict(out_type="raw"),), distillation=True),
+    staged(
+        "SpectralDaViT",
+        "DaViT",
+        size=(64, 128),
+        until=3,
+        wrong=((dict(out_after_downsample=True), "out_after_downsample"),),
+    ),
     plain("DarkViT", None, **DARK),
     plain("DarkDeiT", None, distillation=True, **DARK),
     staged("DarkSwin", None, **DARK),
@@ -182,27 +208,27 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(flat(a), flat(b), strict=True))
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["classifier", "dense"])
 @EACH_SPECTRAL
-def test_unconditioned_is_bit_equal_to_mmpretrain(case, dense):
+def test_unconditioned_is_bit_equal_to_mmpretrain(case):
     """Names, outputs in both modes, and gradients, with every parameter random and stochastic depth."""
-    stock = randomize(case.build_stock(dense, drop_path_rate=0.5))
-    ours = case.build(dense=dense, drop_path_rate=0.5)
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    if not (dense and case.name == "SpectralXCiT"):  # whose dense form builds no class attention
-        stock.load_state_dict(ours.state_dict(), strict=True)
-    x, outputs = images(case), []
-    for train in (False, True):
-        outputs.clear()
-        for model in (stock, ours):
-            model.train(train)  # returns None in mmpretrain's Swin, DaViT and XCiT
-            torch.manual_seed(1)
-            outputs.append(model(x))
-        assert same(*outputs)
-    for out in outputs:
-        loss_of(out).backward()
-    expected = dict(stock.named_parameters())
-    assert [n for n, p in ours.named_parameters() if not torch.equal(p.grad, expected[n].grad)] == []
+    for form in ({}, case.dense, *case.forms):
+        stock = randomize(case.build_stock(drop_path_rate=0.5, **form))
+        ours = case.build(drop_path_rate=0.5, **form)
+        ours.load_state_dict(stock.state_dict(), strict=True)
+        if not (form and case.name == "SpectralXCiT"):  # whose dense form builds no class attention
+            stock.load_state_dict(ours.state_dict(), strict=True)
+        sizes = [case.size] if "depths" in case.settings["arch"] else [case.size, (33, 47)]
+        for size, train in itertools.product(sizes, (False, True)):
+            outputs = []
+            for model in (stock, ours):
+                model.train(train)  # returns None in mmpretrain's Swin, DaViT and XCiT
+                torch.manual_seed(1)
+                outputs.append(model(images(case, *size)))
+            assert same(*outputs)
+        for out in outputs:
+            loss_of(out).backward()
+        expected = dict(stock.named_parameters())
+        assert [n for n, p in ours.named_parameters() if not torch.equal(p.grad, expected[n].grad)] == []
 
 
 @EACH_SPECTRAL
@@ -416,10 +442,36 @@ def test_compiles_into_one_graph_with_rates_from_numpy(case):
 def test_is_built_from_a_config_and_refuses_wrong_arguments(case):
     settings = dict(case.settings, conditioning=dict(CONDITIONING, _scope_="mmspectral"))
     assert type(MODELS.build(dict(type=f"mmspectral.{case.name}", **settings))) is getattr(models, case.name)
-    wrong = [*case.wrong, (dict(conditioning=dict(type="NoSuch")), "unknown conditioning type")]
-    for kwargs, message in wrong:
-        with pytest.raises((ValueError, KeyError), match=message):
+    wrong = [
+        (dict(conditioning=dict(type="NoSuch")), "unknown conditioning type"),
+        (dict(conditioning=CONDITIONING | dict(size=3)), "no argument 'size'"),
+        (dict(patchsize=8), "patchsize"),
+    ]
+    for kwargs, message in (*case.wrong, *wrong):
+        with pytest.raises((ValueError, KeyError, TypeError), match=message):
             getattr(models, case.name)(**copy.deepcopy(case.settings | kwargs))
+
+
+# In millions, with the head of 1,000 classes (and a second one of a distilled DeiT), from the authors' pages.
+SIZES = {
+    "SpectralXCiT": ({}, dict(zip(ARCHITECTURES, (3, 7, 12, 26, 48, 84, 189), strict=True))),
+    "SpectralViT": ({}, {"deit-tiny": 5.7, "deit-small": 22.1, "base": 86.6, "large": 304.3}),
+    "SpectralDeiT": (dict(distillation=True), {"deit-tiny": 5.9, "deit-small": 22.4, "deit-base": 87.3}),
+    "SpectralSwin": ({}, dict(tiny=28.3, small=49.6, base=87.8, large=196.5)),
+    "SpectralDaViT": ({}, dict(tiny=28.4, small=49.7, base=88.0)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_sizes_have_the_published_parameters(name, monkeypatch):
+    monkeypatch.setattr(torch, "linspace", partial(torch.linspace, device="cpu"))  # of drop path, which are read
+    settings, millions = SIZES[name]
+    for arch, expected in millions.items():
+        with torch.device("meta"):
+            model = getattr(models, name)(arch, conditioning=CONDITIONING, **settings)
+        heads = (1 + len(settings)) * 1000 * (model.out_channels[-1] + 1)
+        found = (sum(p.numel() for p in model.parameters()) + heads) / 1e6
+        assert round(found, 0 if isinstance(expected, int) else 1) == expected, arch
 
 
 @EACH

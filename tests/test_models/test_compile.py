@@ -1,4 +1,4 @@
-"""torch.compile of the train step for one config of each family: one graph per backbone, the losses of eager mode."""
+"""torch.compile of the train step for one config of each family: the losses of eager mode."""
 
 import copy
 
@@ -13,7 +13,7 @@ from mmspectral.layers import feature_kernels
 VIT = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=32)
 # Shipped configs, cut to a size that compiles in seconds: arch of the backbone and channels of the head.
 FAMILIES = {
-    "xcit/spectral-xcit-tiny-12-p16_8xb128_in1k.py": (dict(embed_dims=16, depth=1, num_heads=2), 16),
+    "xcit/spectral-xcit-tiny-12-p16_8xb128_in1k.py": (dict(embed_dims=8, depth=1, cls_attn_layers=1, num_heads=2), 8),
     "swin/spectral-swin-tiny_16xb64_in1k.py": (dict(embed_dims=16, depths=[2, 1], num_heads=[1, 2]), 32),
     "vit/spectral-vit-tiny-p16_32xb128_in1k.py": (VIT, 16),
     "deit/spectral-deit-base-distilled_16xb64_in1k.py": (VIT, 16),
@@ -45,8 +45,8 @@ def train(model, step_backend=None):
     Random features are drawn anew before each but the first.
     """
     # Not Adam: compiled, it takes its bias correction from a float32 count of steps, whatever the model is in.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    images = torch.randn(4, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     samples = [DataSample().set_gt_label(i % 3) for i in range(4)]
 
     def step():
@@ -75,15 +75,13 @@ def assert_parameters_close(ours, others, tolerance):
     "config", [config if config in FAST else pytest.param(config, marks=pytest.mark.slow) for config in FAMILIES]
 )
 def test_the_train_step_compiles_and_has_the_losses_of_eager_mode(config):
+    """That no backbone breaks the graph is in test_backbones.py; the heads of mmpretrain may."""
     eager = build(config)
-    backbone, whole = copy.deepcopy(eager), copy.deepcopy(eager)
+    compiled = copy.deepcopy(eager)
     losses = train(eager)
     assert losses.unique().numel() == 3  # steps move the weights, and draws change
-    # A break in the backbone is an error here; the heads of mmpretrain may have some.
-    backbone.backbone.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(train(backbone), losses, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(train(whole, "aot_eager"), losses, rtol=1e-9, atol=1e-9)
-    assert_parameters_close(whole, eager, 1e-9)
+    torch.testing.assert_close(train(compiled, "aot_eager"), losses, rtol=1e-9, atol=1e-9)
+    assert_parameters_close(compiled, eager, 1e-9)
 
 
 @pytest.mark.slow

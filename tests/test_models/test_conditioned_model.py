@@ -164,18 +164,6 @@ def test_a_change_of_function_is_warned_about_or_refused(model):
         other.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "match"),
-    [
-        (dict(include=["backbone"]), "'backbone' match no attention projection of Mask2Former"),
-        (dict(conditioning=dict(scope="rows")), "scope must be one of"),
-    ],
-)
-def test_errors(overrides, match):
-    with pytest.raises(ValueError, match=match):
-        build(**overrides)
-
-
 def test_a_classifier_of_mmpretrain():
     from mmpretrain.registry import MODELS as CLASSIFIERS
 

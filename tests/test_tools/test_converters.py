@@ -208,20 +208,6 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists() and not (tmp_path / "never.pth").exists()
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
-    source = save(classifier(), tmp_path / "ours.pth")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "timm.pth").write_bytes(b"before")
-
-    def full_disk(checkpoint, path):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(UsageError, match="No space left"):
-        convert(source, tmp_path / "out" / "timm.pth", "timm", force=True)
-    assert [file.read_bytes() for file in (tmp_path / "out").iterdir()] == [b"before"]
-
-
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Return a function that runs a command line in this process and returns its exit status and output."""

@@ -1,10 +1,10 @@
-"""Take a module of mmpretrain over into a class of ours."""
+"""What the attention classes share: taking a module of mmpretrain over, and conditioning its projection."""
 
 import copy
 
-from torch import nn
+from torch import Tensor, nn
 
-from mmspectral.layers import Conditioning, condition_linear
+from mmspectral.layers import Conditioning, build_conditioning, condition_linear
 
 
 def adopt(cls: type[nn.Module], stock: nn.Module) -> nn.Module:
@@ -27,3 +27,19 @@ def adopt(cls: type[nn.Module], stock: nn.Module) -> nn.Module:
 def condition_qkv(attention: nn.Module, conditioning: Conditioning | None) -> None:
     """Condition ``attention.qkv``, whose rows are all of q, all of k, then all of v, in place."""
     condition_linear(attention, "qkv", conditioning, ("q", "k", "v"), attention.num_heads)
+
+
+class ConditionedAttention:
+    """Mix-in of attention over a fused ``qkv``; put it before mmpretrain's class, whose arguments it takes.
+
+    Args:
+        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
+    """
+
+    def __init__(self, *args, conditioning: dict | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        condition_qkv(self, build_conditioning(conditioning))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, each [B, h, N, d], of tokens [B, N, D]."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)

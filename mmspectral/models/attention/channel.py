@@ -6,14 +6,13 @@ Shape legend: B images, N tokens, h heads (channel groups), d channels per head,
 from mmpretrain.models.backbones.davit import ChannelAttention
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning
-from mmspectral.models.attention.adopt import condition_qkv
+from mmspectral.models.attention.adopt import ConditionedAttention
 from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
 @MODELS.register_module()
-class SpectralChannelAttention(ChannelAttention):
+class SpectralChannelAttention(ConditionedAttention, ChannelAttention):
     """Channel attention with spectral conditioning of q, k and v.
 
     For each head the output is q softmax(k^T v / sqrt(d))^T with q, k, v [N, d]:
@@ -43,24 +42,8 @@ class SpectralChannelAttention(ChannelAttention):
     ``ChannelAttention`` in float32; in half precision logits and softmax stay in
     float32.
 
-    Args:
-        embed_dims: Channels D.
-        num_heads: Heads h.
-        qkv_bias: Whether the fused projection has a bias.
-        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
-        init_cfg: As in mmengine's ``BaseModule``.
+    Arguments are those of ``ChannelAttention``, and ``conditioning`` by name.
     """
-
-    def __init__(
-        self,
-        embed_dims: int,
-        num_heads: int = 8,
-        qkv_bias: bool = False,
-        conditioning: dict | None = None,
-        init_cfg: dict | None = None,
-    ) -> None:
-        super().__init__(embed_dims, num_heads, qkv_bias, init_cfg)
-        condition_qkv(self, build_conditioning(conditioning))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, N, D] to [B, N, D]."""
@@ -75,11 +58,6 @@ class SpectralChannelAttention(ChannelAttention):
         """Return the attention logits [B, h, d, d] (rows k, columns v), for tokens [B, N, D]."""
         _, k, v = self._project(x)
         return self._logits(k, v)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dims)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, h, N, d]
 
     def _logits(self, k: Tensor, v: Tensor) -> Tensor:
         # A sum over thousands of tokens leaves the range and the precision of half-precision numbers.

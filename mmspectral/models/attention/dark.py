@@ -51,9 +51,7 @@ class DarkMultiheadAttention(SpectralMultiheadAttention):
         """Return logits whose softmax the attention is, [B, h, N, N], for tokens [B, N, D]; of quadratic cost."""
         if self.kernel is None:
             return super().attention_logits(x)
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dims)
-        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, h, N, d]
+        q, k, _ = self._project(x)
         return self.kernel.logits(q, k)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:

@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from mmpretrain.models.utils import MultiheadAttention
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning
-from mmspectral.models.attention.adopt import condition_qkv
+from mmspectral.models.attention.adopt import ConditionedAttention
 from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
 @MODELS.register_module()
-class SpectralMultiheadAttention(MultiheadAttention):
+class SpectralMultiheadAttention(ConditionedAttention, MultiheadAttention):
     """mmpretrain's ``MultiheadAttention`` with spectral conditioning of q, k and v.
 
     The forward is mmpretrain's, on torch's ``scaled_dot_product_attention``; with
@@ -24,24 +23,14 @@ class SpectralMultiheadAttention(MultiheadAttention):
     Args:
         embed_dims: Channels D.
         num_heads: Heads h.
-        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
         qk_scale: Factor of the logits; None is d^(-1/2).
-        **kwargs: mmpretrain's other arguments.
+        **kwargs: mmpretrain's other arguments, and ``conditioning``.
     """
 
-    def __init__(
-        self,
-        embed_dims: int,
-        num_heads: int,
-        *,
-        conditioning: dict | None = None,
-        qk_scale: float | None = None,
-        **kwargs,
-    ) -> None:
+    def __init__(self, embed_dims: int, num_heads: int, *, qk_scale: float | None = None, **kwargs) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
         if qk_scale is not None:
             self.scaled_dot_product_attention = partial(F.scaled_dot_product_attention, scale=qk_scale)
-        condition_qkv(self, build_conditioning(conditioning))
 
     @property
     def scale(self) -> float:
@@ -55,8 +44,6 @@ class SpectralMultiheadAttention(MultiheadAttention):
 
     def attention_logits(self, x: Tensor) -> Tensor:
         """Return the attention logits [B, h, N, N] in float32 or better, for tokens [B, N, D]."""
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dims)
-        q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, h, N, d]
+        q, k, _ = self._project(x)
         with without_autocast(q.device):
             return self.scale * at_least_float32(q) @ at_least_float32(k).mT

@@ -8,13 +8,12 @@ from mmpretrain.models.backbones.davit import DaViTWindowMSA
 from mmpretrain.models.utils import ShiftWindowMSA, WindowMSA
 from torch import Tensor
 
-from mmspectral.layers import build_conditioning
-from mmspectral.models.attention.adopt import condition_qkv
+from mmspectral.models.attention.adopt import ConditionedAttention
 from mmspectral.ops.precision import at_least_float32, without_autocast
 from mmspectral.registry import MODELS
 
 
-class WindowAttention:
+class WindowAttention(ConditionedAttention):
     """Forward of attention within windows; put it before a class of mmpretrain with its parameters.
 
     Logits and softmax stay in float32 in half precision, since conditioned logits
@@ -38,11 +37,6 @@ class WindowAttention:
         """Return the attention logits [W, h, N, N], with scale, bias and mask; arguments as above."""
         q, k, _ = self._project(x)
         return self._logits(q, k, mask)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        W, N, D = x.shape
-        qkv = self.qkv(x).reshape(W, N, 3, self.num_heads, D // self.num_heads)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W, h, N, d]
 
     def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         with without_autocast(q.device):
@@ -69,32 +63,8 @@ class SpectralWindowMSA(WindowAttention, WindowMSA):
     ``WindowMSA`` in float32. Stock code takes the class as
     ``ShiftWindowMSA(..., window_msa=SpectralWindowMSA, conditioning=...)``.
 
-    Args:
-        embed_dims: Channels D.
-        window_size: Height and width of the window.
-        num_heads: Heads h.
-        qkv_bias: Whether the fused projection has a bias.
-        qk_scale: Factor on the queries; default d^-0.5.
-        attn_drop: Dropout on the attention matrix.
-        proj_drop: Dropout on the output.
-        conditioning: None, or a dict for :func:`mmspectral.layers.build_conditioning`.
-        init_cfg: As in mmengine's ``BaseModule``.
+    Arguments are those of ``WindowMSA``, and ``conditioning`` by name.
     """
-
-    def __init__(
-        self,
-        embed_dims: int,
-        window_size: tuple[int, int],
-        num_heads: int,
-        qkv_bias: bool = True,
-        qk_scale: float | None = None,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        conditioning: dict | None = None,
-        init_cfg: dict | None = None,
-    ) -> None:
-        super().__init__(embed_dims, window_size, num_heads, qkv_bias, qk_scale, attn_drop, proj_drop, init_cfg)
-        condition_qkv(self, build_conditioning(conditioning))
 
     def _position_bias(self) -> Tensor:
         N = self.relative_position_index.shape[0]

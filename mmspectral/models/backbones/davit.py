@@ -1,6 +1,5 @@
 """DaViT with spectral conditioning, for classification and for dense features."""
 
-import re
 from collections.abc import Sequence
 
 from mmcv.cnn.bricks.transformer import PatchEmbed
@@ -11,12 +10,12 @@ from mmspectral.layers import build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.channel import SpectralChannelAttention
 from mmspectral.models.attention.window import SpectralDaViTWindowMSA
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
+from mmspectral.models.sites import Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
 from mmspectral.registry import MODELS
 
 
 @MODELS.register_module()
-class SpectralDaViT(ConditionedBackbone, DaViT):
+class SpectralDaViT(StagedBackbone, DaViT):
     """mmpretrain's DaViT with conditioned q, k and v projections in window and channel attention.
 
     Parameter names are those of mmpretrain's DaViT, and with ``conditioning=None``
@@ -65,8 +64,6 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
-    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
-
     def __init__(
         self,
         arch: str | dict = "tiny",
@@ -87,12 +84,9 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
                 "out_after_downsample=True is not supported: mmpretrain builds its norms for the channels "
                 "before downsampling. Take the outputs before it."
             )
-        num_stages = len(self._settings(arch)["depths"])
+        num_stages = len(self.settings_of(arch)["depths"])
         out_indices = tuple(sorted(set(resolve_indices(out_indices, num_stages, "stage"))))
-        if not -1 <= frozen_stages <= num_stages:
-            raise ValueError(
-                f"frozen_stages {frozen_stages} must lie in [-1, {num_stages}]: there are {num_stages} stages."
-            )
+        check_frozen_stages(frozen_stages, num_stages)
         super().__init__(
             arch=arch,
             out_indices=out_indices,
@@ -133,11 +127,6 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         self.finish([stage.blocks for stage in self.stages], RecomputedDaViTBlock)
 
     @property
-    def out_channels(self) -> list[int]:
-        """Channels of each output."""
-        return [self.num_features[i] for i in self.out_indices]
-
-    @property
     def out_strides(self) -> list[int]:
         """Stride of each output map."""
         return [self.patch_size * 2**i for i in self.out_indices]
@@ -148,11 +137,6 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
         if self.gap_before_final_norm:
             outs = (getattr(self, f"norm{i}").of_mean(out) for i, out in zip(self.out_indices, outs, strict=True))
         return tuple(outs)
-
-    def train(self, mode: bool = True) -> "SpectralDaViT":
-        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
-        super().train(mode)
-        return self
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that the official recipe names as free of weight decay: none.
@@ -179,32 +163,6 @@ class SpectralDaViT(ConditionedBackbone, DaViT):
             before = sum(depths[: int(stage)])
             return before + (int(block) + 1 if kind == "blocks" else depths[int(stage)]), num_depths
         return num_depths - 1, num_depths
-
-    def _freeze_stages(self) -> None:
-        n = self.frozen_stages
-        if n >= 0:
-            norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
-            freeze([self.patch_embed, *self.stages[: n + 1], *norms])
-
-    def is_cut(self, name: str) -> bool:
-        head, _, rest = name.partition(".")
-        last = self.out_indices[-1]
-        if head == "stages":
-            return int(rest.partition(".")[0]) > last or rest.startswith(f"{last}.downsample.")
-        return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
-
-    @classmethod
-    def _settings(cls, arch: str | dict) -> dict:
-        if isinstance(arch, dict):
-            settings = arch
-        elif arch.lower() in cls.arch_zoo:
-            settings = cls.arch_zoo[arch.lower()]
-        else:
-            raise ValueError(f"unknown DaViT arch {arch!r}; choose {', '.join(cls.arch_zoo)} or give a dict.")
-        missing = {"embed_dims", "depths", "num_heads"} - set(settings)
-        if missing:
-            raise ValueError(f"the DaViT arch {arch!r} lacks {', '.join(sorted(missing))}.")
-        return settings
 
 
 class RecomputedDaViTBlock(Recomputed, DaViTBlock):

@@ -1,6 +1,5 @@
 """Swin Transformer with spectral conditioning, for classification and for dense features."""
 
-import re
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
+from mmspectral.models.sites import Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
 from mmspectral.registry import MODELS
 
 # As in Microsoft's code and timm: learned positions are not decayed.
@@ -18,7 +17,7 @@ NO_WEIGHT_DECAY = ("absolute_pos_embed", "relative_position_bias_table")
 
 
 @MODELS.register_module()
-class SpectralSwin(ConditionedBackbone, SwinTransformer):
+class SpectralSwin(StagedBackbone, SwinTransformer):
     """mmpretrain's Swin Transformer with conditioned q, k and v projections, for mmdet and mmpretrain.
 
     Parameter names are those of mmpretrain's (and mmdet's) Swin, and with
@@ -57,8 +56,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
-    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
-
     def __init__(
         self,
         arch: str | dict = "tiny",
@@ -71,14 +68,10 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         **kwargs,
     ) -> None:
         conditioning = build_conditioning(conditioning)
-        num_stages = self._num_stages(arch)
+        num_stages = len(self.settings_of(arch)["depths"])
         out_indices = resolve_indices(-1 if out_indices is None else out_indices, num_stages, "stage")
         out_indices = tuple(sorted(set(out_indices)))
-        if not -1 <= frozen_stages < num_stages:
-            raise ValueError(
-                f"frozen_stages {frozen_stages} must lie in [-1, {num_stages - 1}]: "
-                "-1 freezes nothing, n freezes the stem and stages 0 to n."
-            )
+        check_frozen_stages(frozen_stages, num_stages - 1)
         if pad_small_map is None:
             pad_small_map = out_indices != (num_stages - 1,)
         super().__init__(
@@ -98,11 +91,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         self.finish([stage.blocks for stage in self.stages], RecomputedSwinBlock)
 
     @property
-    def out_channels(self) -> list[int]:
-        """Channels of each output."""
-        return [self.num_features[i] for i in self.out_indices]
-
-    @property
     def out_strides(self) -> list[int]:
         """Stride of each output map."""
         strides = []
@@ -113,11 +101,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
                 stride *= stage.downsample.sampler.stride[0]
             strides.append(stride if self.out_after_downsample else before)
         return [strides[i] for i in self.out_indices]
-
-    def train(self, mode: bool = True) -> "SpectralSwin":
-        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
-        super().train(mode)
-        return self
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
         """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
@@ -139,16 +122,6 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         block.attn.w_msa = adopt(SpectralWindowMSA, block.attn.w_msa)
         condition_qkv(block.attn.w_msa, conditioning)
 
-    @classmethod
-    def _num_stages(cls, arch: str | dict) -> int:
-        settings = cls.arch_zoo.get(arch.lower()) if isinstance(arch, str) else arch
-        if not isinstance(settings, dict) or set(settings) != {"embed_dims", "depths", "num_heads"}:
-            raise ValueError(
-                f"unknown Swin arch {arch!r}; choose {', '.join(cls.arch_zoo)} "
-                "or give a dict of embed_dims, depths and num_heads."
-            )
-        return len(settings["depths"])
-
     def _end_at_stage(self, last: int) -> None:
         """Drop what lies behind the output of stage ``last``, after its rates of drop path are set."""
         if not self.out_after_downsample:
@@ -159,22 +132,11 @@ class SpectralSwin(ConditionedBackbone, SwinTransformer):
         self.num_features = self.num_features[: last + 1]
 
     def _freeze_stages(self) -> None:
-        n = self.frozen_stages
-        if n < 0:
-            return
-        norms = [getattr(self, f"norm{i}") for i in self.out_indices if i <= n]
-        freeze([self.patch_embed, self.drop_after_pos, *self.stages[: n + 1], *norms])
-        if self.use_abs_pos_embed:
-            self.absolute_pos_embed.requires_grad = False
-
-    def is_cut(self, name: str) -> bool:
-        head, _, rest = name.partition(".")
-        if head == "stages":
-            index, _, rest = rest.partition(".")
-            if int(index) >= len(self.stages):
-                return True
-            return rest.startswith("downsample.") and self.stages[int(index)].downsample is None
-        return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
+        super()._freeze_stages()
+        if self.frozen_stages >= 0:
+            self.drop_after_pos.eval()
+            if self.use_abs_pos_embed:
+                self.absolute_pos_embed.requires_grad = False
 
     def _prepare_relative_position_bias_table(self, state_dict: dict, prefix: str, *args) -> None:
         """Resize the bias tables of a checkpoint with another window, bicubically as Microsoft's code does.

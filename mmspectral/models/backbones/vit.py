@@ -12,7 +12,7 @@ from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices
+from mmspectral.models.sites import ConditionedBackbone, Recomputed, check_frozen_stages, freeze, resolve_indices
 from mmspectral.registry import MODELS
 
 TOKENS = ("cls_token", "dist_token")
@@ -58,8 +58,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
-    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
-
     def __init__(
         self,
         arch: str | dict = "base",
@@ -78,8 +76,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
                 f"unknown {type(self).__name__} arch {arch!r}; choose {', '.join(self.arch_zoo)} or give a dict."
             )
         super().__init__(arch, init_cfg=init_cfg or self.scratch_init_cfg, **kwargs)
-        if not -1 <= frozen_stages <= self.num_layers:
-            raise ValueError(f"frozen_stages must lie in [-1, {self.num_layers}], got {frozen_stages}.")
+        check_frozen_stages(frozen_stages, self.num_layers)
         self.out_indices = resolve_indices(out_indices, self.num_layers, "block")
         self.frozen_stages = frozen_stages
         self.with_cp = with_cp
@@ -112,12 +109,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         return resize_pos_embed(
             self.pos_embed, self.patch_resolution, grid, self.interpolate_mode, self.num_extra_tokens
         )
-
-    def train(self, mode: bool = True) -> "SpectralViT":
-        """Set training mode, keeping frozen stages in eval mode."""
-        super().train(mode)
-        self._freeze_stages()
-        return self
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
         """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.

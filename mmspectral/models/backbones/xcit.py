@@ -11,7 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmspectral.layers import build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.xca import SpectralXCA, condition_class_attention
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, freeze, resolve_indices, usable_norm_cfg
+from mmspectral.models.sites import (
+    ConditionedBackbone,
+    Recomputed,
+    check_frozen_stages,
+    freeze,
+    resolve_indices,
+    usable_norm_cfg,
+)
 from mmspectral.registry import MODELS
 
 # Published sizes. Widths, heads and layer scale: facebookresearch/xcit, xcit.py. Drop path: its detection
@@ -73,8 +80,6 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
-    scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)
-
     def __init__(
         self,
         arch: str | dict = "small-12",
@@ -98,9 +103,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         self.dense = out_type != "cls_token" and max(out_indices) < depth
         if self.dense:
             kwargs.update(depth=max(out_indices) + 1, cls_attn_layers=0, final_norm=False)
-        num_blocks = kwargs["depth"] + kwargs.get("cls_attn_layers", 2)
-        if not -1 <= frozen_stages <= num_blocks:
-            raise ValueError(f"frozen_stages must lie in [-1, {num_blocks}], got {frozen_stages}.")
+        check_frozen_stages(frozen_stages, kwargs["depth"] + kwargs.get("cls_attn_layers", 2))
         super().__init__(
             patch_size=patch_size,
             out_type=out_type,
@@ -148,15 +151,6 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         """
         self._check_batch_norm_input(x)
         return super().forward(x)
-
-    def train(self, mode: bool = True) -> "SpectralXCiT":
-        """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
-        super().train(mode)
-        if mode and self.norm_eval:
-            for module in self.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
-        return self
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
         """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
