@@ -98,11 +98,9 @@ def read_config(name: str, options: dict[str, Any] | None = None, import_modules
     """Read a config and merge the options of the command line into it.
 
     Args:
-        name: Path of a file, or ``package::path`` for a config that an
-            OpenMMLab package or mmspectral ships.
+        name: Path of a file, or ``package::path`` for a config that an OpenMMLab package or mmspectral ships.
         options: Dotted names and their values, as ``--cfg-options`` gives them.
-        import_modules: Whether to import the config's ``custom_imports``; only
-            a config of another package always does.
+        import_modules: Whether to import the config's ``custom_imports``; only a config of another package always does.
 
     Raises:
         UsageError: There is no such config.
@@ -129,8 +127,8 @@ def read_config(name: str, options: dict[str, Any] | None = None, import_modules
 def run_config(args: argparse.Namespace) -> Config:
     """Return the config of a run from the arguments of :func:`add_run_arguments`.
 
-    Sets ``LOCAL_RANK`` in the environment where a launcher gave it as an
-    argument, and the way in which checkpoints are read.
+    Sets ``LOCAL_RANK`` in the environment where a launcher gave it as an argument, and the way in which checkpoints are
+    read.
 
     Raises:
         UsageError: There is no such config.

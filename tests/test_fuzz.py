@@ -1,6 +1,5 @@
-"""Random settings, image sizes and checkpoint files: a working model, or an error of ours that says what is wrong."""
+"""Random settings and checkpoint files: a working model, or an error of ours that says what is wrong."""
 
-import functools
 import inspect
 import io
 import operator
@@ -21,7 +20,6 @@ from mmspectral import layers
 from mmspectral.checkpoints import LoadReport, load_backbone
 from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
 from mmspectral.layers import condition_linear
-from mmspectral.models.backbones import SpectralDaViT, SpectralSwin, SpectralViT, SpectralXCiT
 from tests.helpers import Call
 
 PACKAGE = Path(mmspectral.__file__).parent
@@ -125,40 +123,6 @@ def test_kernel_settings(config):
     if list(kernel.parameters()):
         kernel(q, k, torch.randn(1, 2, 5, 3)).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in kernel.parameters())
-
-
-@functools.cache
-def backbone(name):
-    """A tiny backbone with dense outputs, and the strides of its maps."""
-    torch.manual_seed(0)
-    settings = dict(out_indices=(0, 1), conditioning=dict(type="IdentityCorrection", scale=1.0))
-    if name in ("swin", "davit"):
-        family = dict(swin=SpectralSwin, davit=SpectralDaViT)[name]
-        return family(dict(embed_dims=8, depths=[1, 1], num_heads=[1, 2]), window_size=4, **settings).eval(), (4, 8)
-    settings.update(patch_size=8, out_type="featmap")
-    if name == "xcit":
-        return SpectralXCiT(dict(embed_dims=16, depth=2, num_heads=2), **settings).eval(), (8, 8)
-    arch = dict(embed_dims=16, num_layers=2, num_heads=2, feedforward_channels=32)
-    return SpectralViT(arch, img_size=32, **settings).eval(), (8, 8)
-
-
-@budget(40)
-@given(name=st.sampled_from(["xcit", "vit", "swin", "davit"]), size=st.tuples(st.integers(1, 90), st.integers(1, 90)))
-def test_image_sizes(name, size):
-    """Maps as large as the strides say, or our refusal of an image below one patch."""
-    model, strides = backbone(name)
-    x = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.no_grad():
-            maps = model(x)
-    except ValueError as error:
-        error_of_ours(error, str(size[0]))
-        assert min(size) < max(strides)
-        return
-    for found, stride in zip(maps, strides, strict=True):
-        assert found.isfinite().all()
-        for side, length in zip(found.shape[2:], size, strict=True):
-            assert side in (length // stride, -(-length // stride))
 
 
 def tiny_model():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,11 +15,6 @@ FAMILIES = ("davit", "deit", "swin", "vit", "xcit")
 _spec = importlib.util.spec_from_file_location("generate_model_pages", TOOL)
 generator = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generator)
-
-
-def entry(name, parameters=2_500_000, dataset="ImageNet-1k", published=(), **rest):
-    metadata = {"Training Data": dataset, "Parameters": parameters, "Published": list(published)}
-    return {"Name": name, "Config": f"configs/x/{name}.py", "Metadata": metadata, **rest}
 
 
 def test_pages_are_up_to_date():
@@ -61,39 +55,6 @@ def test_families_show_every_conditioned_config_with_its_place_of_training():
             rows = [line for line in text.splitlines() if line.startswith(f"| [`{path.stem}`]")]
             assert len(rows) == 1, path
             assert all(row.endswith(f"| {generator.NOT_TRAINED} |") for row in rows)
-
-
-def test_row_tells_whose_figure_is_whose():
-    models = [
-        entry("spectral-net_in1k", published=[{"By": "paper", "Top 1 Accuracy": 84.1}]),
-        entry(
-            "net_in1k",
-            published=[{"By": by, "Top 1 Accuracy": v} for by, v in [("authors", 83.5), ("lab", 83), ("paper", 83.4)]],
-        ),
-    ]
-    *_, row = generator.table(models, "ImageNet-1k").splitlines()
-    assert row == (
-        "| [`spectral-net_in1k`](spectral-net_in1k.py) | 2.5 M | 83.5, 83 (lab) | 83.4 | 84.1 "
-        f"| {generator.NOT_TRAINED} |"
-    )
-
-
-def test_own_results_stand_in_the_last_column():
-    results = [{"Dataset": "COCO", "Metrics": {"box AP": 41.0, "mask AP": 37.5}}]
-    models = [entry("spectral-net_coco", dataset="COCO", Results=results), entry("net_coco", dataset="COCO")]
-    *_, row = generator.table(models, "COCO").splitlines()
-    assert row.endswith("| not published | - | - | 41.0 / 37.5 |")
-
-
-def test_config_without_a_conditioned_twin_has_a_row():
-    lines = generator.table([entry("spectral-a_in1k"), entry("a_in1k"), entry("b_in1k")], "ImageNet-1k").splitlines()
-    assert [line.split("`")[1] for line in lines[2:]] == ["spectral-a_in1k", "b_in1k"]
-
-
-@pytest.mark.parametrize(("dataset", "message"), [("COCO", "no model of the metafile"), ("LVIS", "no metrics known")])
-def test_unknown_dataset_is_refused(dataset, message):
-    with pytest.raises(ValueError, match=message):
-        generator.table([entry("a_in1k")], dataset)
 
 
 def test_stale_page_is_found_and_written_once(tmp_path):

@@ -52,12 +52,6 @@ def test_testing_gives_the_metrics_of_training(tools, trained_quickstart, tmp_pa
         assert report[name] == expected[name]
 
 
-def test_mmdets_own_train_script(tmp_path):
-    script = host_python("mmdet", MMDET_TOOLS / "train.py", tmp_path)
-    output_of(*script, QUICKSTART, "--work-dir", tmp_path, "--cfg-options", *TINY)
-    assert "coco/segm_mAP" in metrics_of(tmp_path)
-
-
 def host_python(tools, script, tmp_path):
     """Run a host's script with the line that ``compat install`` would put into site-packages, and with nothing else."""
     if tools == "ours":

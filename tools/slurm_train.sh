@@ -4,22 +4,7 @@
 # usage: bash tools/slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR [arguments of tools/train.py]
 #   GPUS (8) is the number of processes, GPUS_PER_NODE (8, or GPUS where that is less) and CPUS_PER_TASK (5) are given
 #   to srun, with the words of SRUN_ARGS.
-set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
-if [[ $# -lt 4 ]]; then
-    sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | tail -n +2 >&2
-    exit 2
-fi
-partition="$1"
-job_name="$2"
-config="$3"
-work_dir="$4"
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
-gpus="${GPUS:-8}"
-per_node="${GPUS_PER_NODE:-$((gpus < 8 ? gpus : 8))}"
-read -ra extra <<<"${SRUN_ARGS:-}"
-
-PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec srun --partition "$partition" --job-name "$job_name" \
-    --ntasks "$gpus" --ntasks-per-node "$per_node" --gres "gpu:$per_node" --cpus-per-task "${CPUS_PER_TASK:-5}" \
-    --kill-on-bad-exit=1 "${extra[@]}" \
-    "${MMSPECTRAL_PYTHON:-python}" -u "$here/train.py" "$config" --work-dir "$work_dir" --launcher slurm "${@:5}"
+[[ $# -ge 4 ]] || usage
+launch_with_slurm "$1" "$2" train.py "$3" --work-dir "$4" --launcher slurm "${@:5}"

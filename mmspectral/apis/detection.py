@@ -41,8 +41,8 @@ class Detector:
         cfg: Config with the model and its test pipeline.
         checkpoint: Path or URL.
         device: torch device.
-        annotations: Contents of a COCO annotation file for the category ids.
-            None takes the config's, if it lies on this machine.
+        annotations: Contents of a COCO annotation file for the category ids. None takes the config's, if it lies on
+            this machine.
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str, annotations: dict | None = None):
@@ -94,8 +94,7 @@ def category_ids(classes: Sequence[str], annotations: dict | None = None) -> tup
     """Return the COCO id of each class, and a few words on where the ids are from.
 
     Args:
-        classes: Names, in the order of the model's outputs. COCO's 80 have
-            COCO's own ids, others are counted from 1.
+        classes: Names, in the order of the model's outputs. COCO's 80 have COCO's own ids, others are counted from 1.
         annotations: Contents of an annotation file, which knows the ids by name.
 
     Raises:

@@ -31,17 +31,11 @@ TOLERANCE = 1e-4  # of the greatest output, or of 1
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What :func:`export` wrote.
-
-    Args:
-        file: The file.
-        outputs: Shape of each output for two images of the size asked for.
-        differences: Greatest absolute difference from eager mode by input shape.
-    """
+    """What :func:`export` wrote."""
 
     file: Path
-    outputs: list[tuple[int, ...]]
-    differences: dict[tuple[int, ...], float]
+    outputs: list[tuple[int, ...]]  # shape of each for two images of the size asked for
+    differences: dict[tuple[int, ...], float]  # greatest absolute difference from eager mode by input shape
 
     def __str__(self) -> str:
         checks = "; ".join(f"{list(shape)}: {value:.1e}" for shape, value in self.differences.items())
@@ -61,25 +55,22 @@ def export(
 ) -> ExportReport:
     """Export a model with its corrections folded in, and compare the file with the model in eager mode.
 
-    The input is a float32 batch of images [B, 3, H, W], normalised as the
-    config's ``data_preprocessor`` does it; the outputs are logits, or what the
-    backbone returns. B is free, and so are H and W unless ``fixed_size`` is set.
+    The input is a float32 batch of images [B, 3, H, W], normalised as the config's ``data_preprocessor`` does it; the
+    outputs are logits, or what the backbone returns. B is free, and so are H and W unless ``fixed_size`` is set.
 
     Args:
         cfg: Config with the model.
         checkpoint: Path or URL; it must have every weight that is exported.
-        target: File to write, ``.onnx`` or ``.pt2``; its folder is made.
+        target: File to write; its folder is made.
         file_format: A key of :data:`SUFFIXES`.
         part: ``"model"``, a whole classifier, or ``"backbone"``, also of a detector.
-        size: Height and width at which the file is checked. Without
-            ``fixed_size`` it is also checked at a larger size of other shape.
+        size: H, W at which the file is checked; without ``fixed_size`` also at a larger size of other shape.
         fixed_size: Whether the file takes images of ``size`` only.
         force: Whether ``target`` is replaced.
 
     Raises:
-        UsageError: The model is a whole detector, a weight is missing, packages
-            are missing, ``target`` is there, the model cannot be traced, or the
-            file differs from eager mode. Nothing is written then.
+        UsageError: The model is a whole detector, a weight or package is missing, ``target`` is there, the model cannot
+            be traced, or the file differs from eager mode. Nothing is written then.
     """
     _require_possible(cfg, target, file_format, part, force)
     exported = _load(cfg, checkpoint, part)
@@ -135,9 +126,8 @@ def _load(cfg: Config, checkpoint: str, part: str) -> nn.Module:
         raise UsageError(str(error)) from error
     missing = [name for name in report.missing if not name.endswith(".correction")]  # found from W
     if part == "model":
-        missing += [
-            n for n, _ in model.named_parameters() if not n.startswith("backbone.") and n not in weights.tensors
-        ]
+        rest = (name for name, _ in model.named_parameters() if not name.startswith("backbone."))
+        missing += [name for name in rest if name not in weights.tensors]
     if missing:
         raise UsageError(f"{checkpoint} lacks {len(missing)} weights, such as {missing[0]}, which would stay random.")
     model.load_state_dict(weights.state_dict(), strict=False)

@@ -24,21 +24,12 @@ _PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 @dataclass
 class Prediction:
-    """What :func:`predict` did.
+    """What :func:`predict` did."""
 
-    Attributes:
-        images: COCO's table of images: id, file name below the common folder
-            of all images, width, height.
-        records: One COCO result for each detection, or one entry for each
-            classified image.
-        unreadable: The images that could not be read.
-        category_source: Where the category ids are from; None for a classifier.
-    """
-
-    images: list[dict] = field(default_factory=list)
-    records: list[dict] = field(default_factory=list)
+    images: list[dict] = field(default_factory=list)  # COCO's: id, file name below the common folder, width, height
+    records: list[dict] = field(default_factory=list)  # one COCO result a detection, or one entry a classified image
     unreadable: list[Path] = field(default_factory=list)
-    category_source: str | None = None
+    category_source: str | None = None  # where the category ids are from; None for a classifier
 
 
 def find_images(inputs: Iterable[str]) -> list[Path]:
@@ -75,12 +66,10 @@ def predict(
 ) -> Prediction:
     """Predict on images and write the results.
 
-    A detector writes ``results.json``, COCO's results format with box and mask
-    of every detection, and ``images.json`` with the tables that its ids refer
-    to. Where there are masks it also writes ``results.segm.json`` without the
-    boxes: from records with boxes, COCO's evaluation of masks takes the areas
-    of the boxes. A classifier writes ``results.json`` with the best class of
-    each image. Pictures lie in ``vis/``.
+    A detector writes ``results.json``, COCO's results format with box and mask of every detection, ``images.json`` with
+    the tables that its ids refer to, and, where there are masks, ``results.segm.json`` without the boxes, whose areas
+    COCO's evaluation of masks would take. A classifier writes ``results.json`` with the best class of each image.
+    Pictures lie in ``vis/``.
 
     Args:
         cfg: Config with the model and its test pipeline.
@@ -91,12 +80,11 @@ def predict(
         batch_size: Images in one forward pass.
         score_thr: Least score of what is drawn; the JSON files hold everything.
         pictures: Whether to draw.
-        ann_file: COCO annotation file with the ids of images and categories.
-            Without it see :func:`image_ids` and :func:`mmspectral.apis.detection.category_ids`.
+        ann_file: COCO annotation file with the ids of images and categories. Without it see :func:`image_ids` and
+            :func:`mmspectral.apis.detection.category_ids`.
 
     Raises:
-        UsageError: An image or a class is not in ``ann_file``, or the model is
-            neither mmdet's nor mmpretrain's.
+        UsageError: An image or a class is not in ``ann_file``, or the model is neither mmdet's nor mmpretrain's.
     """
     from mmengine.device import get_device
     from mmengine.registry import DefaultScope
@@ -165,10 +153,9 @@ def image_ids(images: Sequence[Path], annotations: dict | None = None) -> list[i
 
     Args:
         images: Paths.
-        annotations: Contents of an annotation file, which knows the ids by
-            file name. Without it an image whose name is a number has that
-            number, as COCO's 000000000139.jpg has 139; the others are counted
-            from 1, past the numbers that are taken.
+        annotations: Contents of an annotation file, which knows the ids by file name. Without it an image whose name is
+            a number has that number, as COCO's 000000000139.jpg has 139; the others are counted from 1, past the
+            numbers that are taken.
 
     Raises:
         UsageError: An image is not in ``annotations``, or more than once.

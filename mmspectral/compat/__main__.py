@@ -6,12 +6,12 @@ imports beside transformers 5. mmdet's tools, mim, its inferencers and notebooks
 """
 
 import argparse
-import os
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.compat.mmcv_ops import mmcv_ops_backend
 
 FILE_NAME = "mmspectral_compat.pth"
@@ -46,21 +46,6 @@ def start_up_file() -> Path:
     return Path(sysconfig.get_path("purelib")) / FILE_NAME
 
 
-def install(file: Path) -> None:
-    """Write the ``.pth`` file; processes that start meanwhile see the old one or the new one.
-
-    Raises:
-        OSError: The folder is missing or not writable.
-    """
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(LINE, encoding="utf-8")
-        unfinished.replace(file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m mmspectral.compat", description=__doc__.partition("\n")[0])
@@ -77,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if backend in ("compiled", "torchvision") else 1
     try:
         if command == "install":
-            install(file)
+            write_atomically(LINE.encode(), file)
             print(f"wrote {file}: mmcv's operators and mmpretrain's import are served in every process")
         elif file.exists():
             file.unlink()
@@ -86,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"there was no {file}")
     except OSError as error:
         print(
-            f"cannot {command} {file}: {error.strerror}. "
+            f"cannot {command} {file}: {error} "
             "Run this with the Python of an environment that you may write to, such as a virtual environment.",
             file=sys.stderr,
         )

@@ -10,8 +10,8 @@ _FOLDER = 0x10  # attribute of a zip entry; torch reads nothing from one that ha
 def find_damage(path: str | Path) -> str | None:
     """Compare each record of a checkpoint with the CRC-32 that ``torch.save`` wrote beside it.
 
-    ``torch.load`` does not: a flipped bit in a weight is read as another weight.
-    The whole file is read once and no code from it is run.
+    ``torch.load`` does not: a flipped bit in a weight is read as another weight. The whole file is read once and no
+    code from it is run.
 
     Returns:
         What is wrong with the file of torch >= 1.6, or None.

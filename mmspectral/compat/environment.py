@@ -65,14 +65,11 @@ def find_distribution(name: str) -> tuple[str, str] | None:
 
 def installed_families() -> dict[str, list[str]]:
     """Return, for each family, which of its four distributions are installed."""
-    return {
-        family: [
-            found[0]
-            for requirement in requirements[: len(_IMPORTS)]
-            if (found := find_distribution(distribution_name(requirement)))
-        ]
+    found = {
+        family: [find_distribution(distribution_name(requirement)) for requirement in requirements[: len(_IMPORTS)]]
         for family, requirements in FAMILIES.items()
     }
+    return {family: [name for name, _ in filter(None, names)] for family, names in found.items()}
 
 
 def family_in_use() -> str:
@@ -200,10 +197,9 @@ def _check_devices() -> list[Finding]:
 def _check_multimodal() -> list[Finding]:
     from mmspectral.compat import multimodal
 
-    if not multimodal.is_needed():
-        return []
     detail = "mmpretrain's multimodal models need transformers 4 and are off; mmpretrain would not import with them"
-    return [Finding("note", f"transformers {importlib.metadata.version('transformers')}", detail)]
+    found = find_distribution("transformers")
+    return [Finding("note", " ".join(found), detail)] if multimodal.is_needed() else []
 
 
 def _check_operators(requirement: str) -> list[Finding]:

@@ -1,10 +1,9 @@
 """Serve mmcv's compiled extension from torchvision where nobody else has it.
 
-mmcv's wheels without compiled operators lack the module ``mmcv._ext``, and
-mmdet does not import without it. :class:`TorchvisionExtensionFinder` stands at
-the end of ``sys.meta_path``, so that a compiled ``_ext`` is always found first;
-one that is present but broken raises its own error, since a finder that has
-found a module ends the search. Importing this file imports nothing heavy.
+mmcv's wheels without compiled operators lack the module ``mmcv._ext``, and mmdet does not import without it.
+:class:`TorchvisionExtensionFinder` stands at the end of ``sys.meta_path``, so that a compiled ``_ext`` is always found
+first; one that is present but broken raises its own error, since a finder that has found a module ends the search.
+Importing this file imports nothing heavy.
 """
 
 import importlib.abc
@@ -29,8 +28,8 @@ class TorchvisionExtensionFinder(importlib.abc.MetaPathFinder, importlib.abc.Loa
         """Return a spec for ``mmcv._ext``, or None for any other module or without torchvision.
 
         Raises:
-            ImportError: mmcv has a compiled extension that this Python cannot
-                load, such as one built for another version of Python.
+            ImportError: mmcv has a compiled extension that this Python cannot load, such as one built for another
+                version of Python.
         """
         if fullname != EXTENSION or importlib.util.find_spec("torchvision") is None:
             return None
@@ -64,9 +63,8 @@ def mmcv_ops_backend() -> str:
     """Return who serves mmcv's operators; imports mmcv to find out.
 
     Returns:
-        ``"compiled"``, ``"torchvision"``, ``"missing"`` (no mmcv, or neither
-        serves them) or ``"broken: ..."`` with the error of a compiled
-        extension that is present and does not load.
+        ``"compiled"``, ``"torchvision"``, ``"missing"`` (no mmcv, or neither serves them) or ``"broken: ..."`` with the
+        error of a compiled extension that is present and does not load.
     """
     if importlib.util.find_spec("mmcv") is None:
         return "missing"

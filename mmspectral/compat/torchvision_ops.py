@@ -82,17 +82,9 @@ def softnms(
 ) -> Tensor:
     """Run soft-NMS (arXiv 1704.04503): write kept boxes and decayed scores into ``dets`` [N, 5], return their indices.
 
-    Two boxes without area do not overlap; mmcv's 0 / 0 turns their scores into NaN.
-
-    Args:
-        boxes: [N, 4].
-        scores: [N].
-        dets: Output, one row per kept box in order of selection.
-        iou_threshold: Overlap from which methods 0 and 1 decay a score.
-        sigma: Divisor of the squared overlap in method 2.
-        min_score: A box whose decayed score falls below it is dropped.
-        method: 0 (drop), 1 (linear) or 2 (Gaussian).
-        offset: As in :func:`nms`.
+    Methods 0 (drop) and 1 (linear) decay scores [N] from an overlap of ``iou_threshold``, method 2 (Gaussian) by the
+    squared overlap over ``sigma``; below ``min_score`` a box of ``boxes`` [N, 4] is dropped. Two boxes without area do
+    not overlap; mmcv's 0 / 0 turns their scores into NaN.
     """
     corners, left = _with_offset(_at_least_float32(boxes), offset), _at_least_float32(scores).clone()
     waiting = torch.arange(len(boxes), device=boxes.device)
@@ -199,14 +191,8 @@ def ms_deform_attn_forward(
 ) -> Tensor:
     """Return multi-scale deformable attention (arXiv 2010.04159), [B, queries, heads * d].
 
-    It runs on mmcv's own PyTorch code, which mmcv itself takes on the CPU; ``value_level_start_index``, which follows
-    from the shapes, and ``im2col_step`` are not used.
-
-    Args:
-        value: [B, sum of H * W, heads, d], level after level.
-        value_spatial_shapes: H, W of each level, [levels, 2].
-        sampling_locations: x, y in [0, 1], [B, queries, heads, levels, points, 2].
-        attention_weights: [B, queries, heads, levels, points].
+    It runs on mmcv's own PyTorch code, which mmcv itself takes on the CPU, with its shapes;
+    ``value_level_start_index``, which follows from the spatial shapes, and ``im2col_step`` are not used.
     """
     return _ms_deform_attn(value, value_spatial_shapes, sampling_locations, attention_weights).to(value.dtype)
 

@@ -7,6 +7,6 @@ from mmspectral.lazy import lazy_names
 
 _NAMES = {
     "check": ("DatasetReport", "SplitReport", "check_before_training", "check_dataset"),
-    "shapes": ("ShapesDataset", "shapes_annotation_file"),
+    "shapes": ("ShapesDataset",),
 }
 __getattr__, __all__ = lazy_names(__name__, _NAMES)

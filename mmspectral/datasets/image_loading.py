@@ -23,14 +23,12 @@ class UnreadableImageError(RuntimeError):
 class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
     """mmcv's loader, with an error that names the file, and with truncated files found.
 
-    OpenCV reads the rows of a JPEG that are there and leaves the others grey,
-    without an error, so a JPEG or PNG file of this machine must have its end mark,
-    or be whole to Pillow.
+    OpenCV reads the rows of a JPEG that are there and leaves the others grey, without an error, so a JPEG or PNG file
+    of this machine must have its end mark, or be whole to Pillow.
 
     Args:
-        skip_unreadable: Whether an image that cannot be read is replaced by another
-            one of the training set, drawn at random, counted and logged, instead of
-            ending the run. Counts are those of one process: a worker of the data
+        skip_unreadable: Whether an image that cannot be read is replaced by another one of the training set, drawn at
+            random, counted and logged, instead of ending the run. Counts are those of one process: a worker of the data
             loader, or the main process where there are none.
         **kwargs: As mmcv's.
     """

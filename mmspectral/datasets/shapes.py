@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +116,16 @@ def _draw(settings: _Settings, folder: Path) -> str:
 def _file_state(settings: _Settings, folder: Path) -> dict[str, Any]:
     """Return what is cheap to compare at each start: hash of the annotations, number and bytes of the images."""
     sizes = [entry.stat().st_size for entry in os.scandir(folder / settings.images)]
-    return {
-        "annotations_sha256": hashlib.sha256((folder / settings.annotations).read_bytes()).hexdigest(),
-        "image_files": len(sizes),
-        "image_bytes": sum(sizes),
-    }
+    annotations = hashlib.sha256((folder / settings.annotations).read_bytes()).hexdigest()
+    return dict(annotations_sha256=annotations, image_files=len(sizes), image_bytes=sum(sizes))
 
 
 def _damage(settings: _Settings, folder: Path) -> str | None:
     """Say what is wrong with a written set, or return None."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        state = _file_state(settings, folder)
+        manifest, state = json.loads((folder / _MANIFEST).read_text()), _file_state(settings, folder)
     except (OSError, ValueError) as error:
         return str(error)
-    if manifest.get("settings") != asdict(settings):
-        return f"{_MANIFEST} describes other settings"
     if settings.expected_hash not in (None, manifest.get("sha256")):
         return f"{_MANIFEST} has not the published content hash"
     changed = [name for name, value in state.items() if manifest.get(name) != value]
@@ -156,7 +150,7 @@ def _write(settings: _Settings, folder: Path) -> None:
             f"numpy {np.__version__} or OpenCV {cv2.__version__} draws it differently, so results would not compare "
             "with published ones. Install other versions of these, or pass seed=1 for a set that is not checked."
         )
-    manifest = {"settings": asdict(settings), "sha256": sha256, **_file_state(settings, partial)}
+    manifest = {"sha256": sha256, **_file_state(settings, partial)}
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     if folder.exists():
         os.replace(folder, discarded)
@@ -187,53 +181,25 @@ def _provide(settings: _Settings, folder: Path) -> None:
         ) from error
 
 
-def shapes_annotation_file(
-    split: str,
-    num_images: int | None = None,
-    image_size: int = _DEFAULT_SIZE,
-    seed: int = _DEFAULT_SEED,
-    data_root: str | None = None,
-) -> str:
-    """Return the path of the annotations of a shapes set, writing the set if it is absent.
-
-    The arguments are those of :class:`ShapesDataset`.
-
-    Raises:
-        ValueError: An argument is out of range.
-        OSError: The folder cannot be written.
-        RuntimeError: A default set came out different from the published one.
-    """
-    settings = _Settings.of(split, num_images, image_size, seed)
-    folder = _data_root(data_root) / settings.folder_name
-    _provide(settings, folder)
-    return str(folder / settings.annotations)
-
-
 @DATASETS.register_module()
 class ShapesDataset(CocoDataset):
     """Circles, squares, triangles and stars with boxes and masks, drawn on first use.
 
-    A set to try a detector on without a download: textured backgrounds,
-    occlusion, COCO's three size ranges (at the default ``image_size``), crowd
-    regions as RLE and some images without objects. It is the same, pixel for
-    pixel, on every machine; the default sets are checked by a hash.
+    A set to try a detector on without a download: textured backgrounds, occlusion, COCO's three size ranges (at the
+    default ``image_size``), crowd regions as RLE and some images without objects. It is the same, pixel for pixel, on
+    every machine; the default sets are checked by a hash.
 
-    Each split lies in a folder of its own, whose name holds all settings, in
-    COCO's layout: ``annotations/instances_train2017.json`` and ``train2017/``.
-    The folder is written when annotations are first loaded (at construction,
-    unless ``lazy_init``): under a lock, and renamed in one step, so that
-    several processes may start at once. A damaged folder is logged and drawn
-    again, so keep no changes of your own in it.
+    Each split lies in a folder of its own, whose name holds all settings, in COCO's layout. It is written when
+    annotations are first loaded, under a lock and renamed in one step, so that several processes may start at once. A
+    damaged folder is logged and drawn again, so keep no changes of your own in it.
 
-    In test mode ``metainfo['ann_file']`` names the annotations, where
-    :class:`mmspectral.evaluation.CocoMetric` finds them. It is left out
-    otherwise, as checkpoints store the metainfo of the training set.
+    In test mode ``metainfo['ann_file']`` names the annotations for :class:`mmspectral.evaluation.CocoMetric`; otherwise
+    it is left out, as checkpoints store the metainfo of the training set.
 
     Args:
         ann_file: Other annotations, absolute or relative to the folder.
-        data_root: Where the folders of all splits lie. By default
-            ``$MMSPECTRAL_DATA``, else ``$XDG_CACHE_HOME/mmspectral``, else
-            ``~/.cache/mmspectral``.
+        data_root: Where the folders of all splits lie. By default ``$MMSPECTRAL_DATA``, else
+            ``$XDG_CACHE_HOME/mmspectral``, else ``~/.cache/mmspectral``.
         data_prefix: Other image folder, as ``dict(img=...)``.
         split: ``"train"`` or ``"val"``.
         num_images: By default 400 for ``"train"`` and 100 for ``"val"``.

@@ -1,8 +1,7 @@
 """Draws the images and the annotations of the shapes set, bit for bit the same everywhere.
 
-Random numbers come from ``Generator.random`` of a PCG64 only, whose stream numpy
-does not change, and pixels from integer arithmetic. Every image has its own
-stream, so the first n images of a longer set are those of a shorter one.
+Random numbers come from ``Generator.random`` of a PCG64 only, whose stream numpy does not change, and pixels from
+integer arithmetic. Every image has its own stream, so the first n images of a longer set are those of a shorter one.
 """
 
 from collections.abc import Sequence
@@ -123,8 +122,8 @@ def _pixel_centres(
 def _shape_mask(label: int, area: float, centre: tuple[float, float], turn: float, size: int) -> np.ndarray:
     """Return the pixels whose centres are inside a shape, bool of shape [size, size].
 
-    Own integer arithmetic on a grid of 1/16 pixel, as cv2.fillPoly fills
-    different pixels in different versions of OpenCV.
+    Own integer arithmetic on a grid of 1/16 pixel, as cv2.fillPoly fills different pixels in different versions of
+    OpenCV.
     """
     middle = np.rint(np.array(centre) * _SUBPIXELS).astype(np.int64)
     mask = np.zeros((size, size), dtype=bool)
@@ -149,9 +148,8 @@ def _shape_mask(label: int, area: float, centre: tuple[float, float], turn: floa
 def _outline(piece: np.ndarray) -> np.ndarray | None:
     """Return the corners of the pixel edges around a connected mask, or None if it has a hole.
 
-    On the mask drawn at double size, a contour through pixel centres visits both
-    pixels of each edge; ``(v + 1) // 2`` sends those to the edge itself, so that
-    the polygon encloses exactly the pixels of the mask.
+    On the mask drawn at double size, a contour through pixel centres visits both pixels of each edge; ``(v + 1) // 2``
+    sends those to the edge itself, so that the polygon encloses exactly the pixels of the mask.
     """
     x, y, width, height = cv2.boundingRect(piece.astype(np.uint8))
     doubled = piece[y : y + height, x : x + width].astype(np.uint8).repeat(2, axis=0).repeat(2, axis=1)
@@ -281,9 +279,8 @@ def _annotation(instance: _Instance) -> dict[str, Any]:
 def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """Draw one image.
 
-    Of 25 images in a row one is empty; of 10 one has a crowd region; of 2 one
-    starts with a shape that covers much of it. Shapes hide parts of earlier
-    ones; boxes, areas and polygons are those of the visible pixels.
+    Of 25 images in a row one is empty; of 10 one has a crowd region; of 2 one starts with a shape that covers much of
+    it. Shapes hide parts of earlier ones; boxes, areas and polygons are those of the visible pixels.
 
     Args:
         seed: Seed of the set.
@@ -292,8 +289,8 @@ def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarr
         size: Side of the square image in pixels.
 
     Returns:
-        The image, uint8 RGB of shape [size, size, 3], and its annotations in
-        COCO's form without ``id`` and ``image_id``.
+        The image, uint8 RGB of shape [size, size, 3], and its annotations in COCO's form without ``id`` and
+        ``image_id``.
     """
     rng = np.random.Generator(np.random.PCG64([seed, split_index, index]))
     image = _background(rng, size)

@@ -12,15 +12,16 @@ from terminaltables import AsciiTable
 
 from mmspectral.registry import METRICS
 
-# mmdet's names of the twelve entries of `COCOeval.stats`, in order. Those of the
-# recalls are right only for its default proposal_nums, (100, 300, 1000).
+# The entries of `COCOeval.stats` by names of mmdet, which has other numbers of detections, of ours, and of COCO.
 _MMDET_ITEMS = (
     *("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l"),
     *("AR@100", "AR@300", "AR@1000", "AR_s@1000", "AR_m@1000", "AR_l@1000"),
 )
+_ITEMS = (*_MMDET_ITEMS[:6], "AR@1", "AR@10", "AR@100", "AR_s@100", "AR_m@100", "AR_l@100")
+_COCO_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 # The area ranges of the twelve entries, in pixels.
 _ALL, _SMALL, _MEDIUM, _LARGE = (0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)
-_AREA_RANGES = (*(_ALL, _ALL, _ALL, _SMALL, _MEDIUM, _LARGE), *(_ALL, _ALL, _ALL, _SMALL, _MEDIUM, _LARGE))
+_AREA_RANGES = (_ALL, _ALL, _ALL, _SMALL, _MEDIUM, _LARGE) * 2
 _NOT_AVAILABLE = -1.0
 
 
@@ -31,53 +32,40 @@ def _base_metric() -> type:
     return mmdet.evaluation.CocoMetric
 
 
-def _table(metric: str, names: Sequence[str], values: Sequence[float]) -> str:
+def _table(metric: str, values: Sequence[float]) -> str:
     shown = ["n/a" if value == _NOT_AVAILABLE else f"{value:.3f}" for value in values]
-    text = AsciiTable([[metric, *names], ["", *shown]]).table
-    if "n/a" in shown:
-        text += "\nn/a: no ground truth in that area range."
-    return text
+    text = AsciiTable([[metric, *_COCO_NAMES], ["", *shown]]).table
+    return f"{text}\nn/a: no ground truth in that area range." if "n/a" in shown else text
 
 
 @METRICS.register_module()
 class CocoMetric(_base_metric()):
     """mmdet's COCO metric, set up as COCO defines it and reporting all twelve numbers.
 
-    mmdet's metric counts up to (100, 300, 1000) detections per image and
-    reports six numbers. This one counts (1, 10, 100), as COCO does, and returns
-    ``bbox_mAP``, ``_mAP_50``, ``_mAP_75``, ``_mAP_s``, ``_mAP_m``, ``_mAP_l``,
-    ``_AR@1``, ``_AR@10``, ``_AR@100``, ``_AR_s@100``, ``_AR_m@100`` and
-    ``_AR_l@100``, the same for ``segm``, each rounded to three decimals, under
-    the prefix ``coco/``. It logs them in a table under COCO's own names. Where
-    an area range has no ground truth, the value is COCO's -1 and the table
-    shows ``n/a``. A run without any detection scores 0.
+    mmdet's metric counts up to (100, 300, 1000) detections per image and reports six numbers. This one counts (1, 10,
+    100), as COCO does, and returns ``bbox_mAP``, ``_mAP_50``, ``_mAP_75``, ``_mAP_s``, ``_mAP_m``, ``_mAP_l``,
+    ``_AR@1``, ``_AR@10``, ``_AR@100``, ``_AR_s@100``, ``_AR_m@100`` and ``_AR_l@100``, the same for ``segm``, each
+    rounded to three decimals, under the prefix ``coco/``. It logs them in a table under COCO's own names. Where an area
+    range has no ground truth, the value is COCO's -1 and the table shows ``n/a``. A run without any detection scores 0.
 
-    Ground truth comes from ``ann_file``, else from ``ann_file`` in the dataset's
-    metainfo, which :class:`mmspectral.datasets.ShapesDataset` provides. Without
-    both, mmdet rebuilds it from the data samples: the areas are then those of
-    boxes and the crowd regions are lost, about which a warning is logged.
+    Ground truth comes from ``ann_file``, else from ``ann_file`` in the dataset's metainfo, which
+    :class:`mmspectral.datasets.ShapesDataset` provides. Without both, mmdet rebuilds it from the data samples: the
+    areas are then those of boxes and the crowd regions are lost, about which a warning is logged.
 
     Args:
         ann_file: Path of the annotations in COCO's format.
         metric: ``"bbox"``, ``"segm"`` or a list of them.
-        proposal_nums: Three ascending numbers of detections per image, among
-            them 100, at which COCO's AP is taken.
-        metric_items: Which numbers to return, by the names above without
-            ``bbox_``; by default all twelve.
-        **kwargs: Passed to mmdet's metric, such as ``classwise``,
-            ``format_only``, ``outfile_prefix``, ``backend_args``.
+        **kwargs: Passed to mmdet's metric, such as ``classwise``, ``format_only``, ``outfile_prefix``,
+            ``backend_args``.
 
     Raises:
-        ValueError: ``metric``, ``proposal_nums`` or ``metric_items`` is not as
-            described.
+        ValueError: ``metric`` is not as described.
     """
 
     def __init__(
         self,
         ann_file: str | None = None,
         metric: str | Sequence[str] = ("bbox", "segm"),
-        proposal_nums: Sequence[int] = (1, 10, 100),
-        metric_items: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
         metrics = [metric] if isinstance(metric, str) else list(metric)
@@ -86,21 +74,8 @@ class CocoMetric(_base_metric()):
                 f"metric is {metric!r}; mmspectral.CocoMetric knows 'bbox' and 'segm'. "
                 "For proposals take mmdet.CocoMetric."
             )
-        if len(proposal_nums) != 3 or sorted(set(proposal_nums)) != list(proposal_nums) or 100 not in proposal_nums:
-            raise ValueError(f"proposal_nums is {proposal_nums}; give three ascending numbers with 100 among them.")
-        first, second, last = proposal_nums
-        recalls = (f"AR@{first}", f"AR@{second}", f"AR@{last}", f"AR_s@{last}", f"AR_m@{last}", f"AR_l@{last}")
-        self._items = (*_MMDET_ITEMS[:6], *recalls)
-        self._coco_names = (
-            *("AP", "AP50", "AP75", "APs", "APm", "APl"),
-            *(f"AR{first}", f"AR{second}", f"AR{last}", "ARs", "ARm", "ARl"),
-        )
-        unknown = set(metric_items or ()) - set(self._items)
-        if unknown:
-            raise ValueError(f"metric_items has {sorted(unknown)}; known are {', '.join(self._items)}.")
-        self._returned_items = self._items if metric_items is None else tuple(metric_items)
         super().__init__(
-            ann_file=ann_file, metric=metrics, proposal_nums=proposal_nums, metric_items=_MMDET_ITEMS, **kwargs
+            ann_file=ann_file, metric=metrics, proposal_nums=(1, 10, 100), metric_items=_MMDET_ITEMS, **kwargs
         )
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
@@ -128,9 +103,8 @@ class CocoMetric(_base_metric()):
             keys = [f"{metric}_{item}" for item in _MMDET_ITEMS]
             # mmdet logs an error and returns nothing for a set without detections.
             values = [scores.pop(key) for key in keys] if keys[0] in scores else self._without_detections()
-            print_log(f"\n{_table(metric, self._coco_names, values)}", logger="current")
-            named = dict(zip(self._items, values, strict=True))
-            scores.update({f"{metric}_{item}": named[item] for item in self._returned_items})
+            print_log(f"\n{_table(metric, values)}", logger="current")
+            scores.update({f"{metric}_{item}": value for item, value in zip(_ITEMS, values, strict=True)})
         return scores
 
     def _without_detections(self) -> list[float]:

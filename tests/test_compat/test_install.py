@@ -61,13 +61,8 @@ def test_install_status_uninstall(fresh_process, python, site_packages, fake_mmc
     assert not file.exists()
 
 
-def test_status_of_this_environment(capsys):
-    assert command_line.main(["status"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] in (f"mmcv's operators: {b}" for b in ("compiled", "torchvision"))
-
-
 def test_start_up_file_beside_the_finder_of_the_package(fresh_process, python, site_packages, fake_mmcv):
-    command_line.install(site_packages / command_line.FILE_NAME)
+    (site_packages / command_line.FILE_NAME).write_text(command_line.LINE)
     (site_packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
     code = "import sys, mmspectral, mmcv._ext\nprint(mmcv._ext.__spec__.origin)\n"
     code += "print([type(f).__name__ for f in sys.meta_path if f.find_spec('mmcv._ext', [])])"
@@ -77,7 +72,7 @@ def test_start_up_file_beside_the_finder_of_the_package(fresh_process, python, s
 
 
 def test_python_works_after_mmspectral_is_gone(python, site_packages, fake_mmcv):
-    command_line.install(site_packages / command_line.FILE_NAME)
+    (site_packages / command_line.FILE_NAME).write_text(command_line.LINE)
     code = "import json, mmcv\nprint('works')\nimport mmcv._ext"
     result = run(python, "-c", code, cwd=fake_mmcv.parent, PYTHONPATH=fake_mmcv.parent)
     # Python reports trouble with a start-up file on stderr before it runs the code.
@@ -85,16 +80,9 @@ def test_python_works_after_mmspectral_is_gone(python, site_packages, fake_mmcv)
     assert result.stderr.strip().endswith("ModuleNotFoundError: No module named 'mmcv._ext'")
 
 
-def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, capsys):
-    file = tmp_path / command_line.FILE_NAME
-    file.write_text("old")
-
-    def replace(self, target):
-        raise PermissionError(13, "Permission denied")
-
-    for place in (tmp_path / "none" / file.name, file):
-        monkeypatch.setattr(command_line, "start_up_file", lambda place=place: place)
-        assert command_line.main(["install"]) == 1
-        assert capsys.readouterr().err.startswith(f"cannot install {place}: ")
-        monkeypatch.setattr(Path, "replace", replace)
-    assert [p.name for p in tmp_path.iterdir()] == [file.name] and file.read_text() == "old"
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / command_line.FILE_NAME
+    monkeypatch.setattr(command_line, "start_up_file", lambda: place)
+    assert command_line.main(["install"]) == 1
+    assert capsys.readouterr().err.startswith(f"cannot install {place}: ")

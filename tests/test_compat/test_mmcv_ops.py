@@ -4,12 +4,11 @@ import importlib.util
 import re
 import sysconfig
 
-import mmcv.ops
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
 
-from mmspectral.compat import mmcv_ops, mmcv_ops_backend
+from mmspectral.compat import mmcv_ops
 
 REPORT = "from mmspectral.compat import mmcv_ops_backend\nprint(mmcv_ops_backend())"
 # -S leaves out site-packages: neither mmcv nor torchvision is there.
@@ -95,19 +94,3 @@ def test_any_other_operator_raises_when_it_is_called_and_private_names_are_absen
     with pytest.raises(RuntimeError, match=r"'carafe_forward' is not available.*onedl-mmcv.*mim install mmcv"):
         operator(1, weight=2)
     assert not any(hasattr(stand_in, name) for name in ("__path__", "__wrapped__", "_ipython_display_"))
-
-
-@pytest.mark.skipif(mmcv_ops_backend() != "torchvision", reason="this mmcv has compiled operators")
-@pytest.mark.parametrize(
-    ("layer", "operator"),
-    [
-        (lambda: mmcv.ops.DeformConv2dPack(2, 2, 1), "deform_conv_forward"),
-        (lambda: mmcv.ops.ModulatedDeformConv2dPack(2, 2, 1), "modulated_deform_conv_forward"),
-        (lambda: lambda x: mmcv.ops.RoIPool(1, 1.0)(x, torch.zeros(1, 5)), "roi_pool_forward"),
-        (lambda: lambda x: mmcv.ops.box_iou_rotated(x.view(-1, 4)[:, :1].expand(-1, 5), x.new_zeros(1, 5)), "box_iou_"),
-    ],
-)
-def test_an_operator_that_is_missing_is_named_when_it_is_used(layer, operator):
-    built = layer()
-    with pytest.raises(RuntimeError, match=f"'{operator}.*' is not available"):
-        built(torch.ones(1, 2, 4, 4))

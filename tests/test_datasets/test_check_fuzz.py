@@ -81,24 +81,12 @@ def accepted_files_can_be_read(content, coco_config):
     assert counts["objects used"] == str(sum(map(len, samples)))
 
 
-@budget(40)
-@given(data=st.data())
-def test_annotation_files(data, coco_content, coco_config):
-    accepted_files_can_be_read(damage(coco_content, data, JUNK | PLAUSIBLE), coco_config)
+@pytest.mark.parametrize("examples", [40, pytest.param(600, marks=pytest.mark.slow)])
+def test_annotation_files(examples, coco_content, coco_config):
+    def check(data):
+        accepted_files_can_be_read(damage(coco_content, data, JUNK | PLAUSIBLE), coco_config)
 
-
-@pytest.mark.slow
-@budget(600)
-@given(data=st.data())
-def test_many_annotation_files(data, coco_content, coco_config):
-    accepted_files_can_be_read(damage(coco_content, data, JUNK | PLAUSIBLE), coco_config)
-
-
-@budget(60)
-@given(text=st.text(max_size=40) | st.text(alphabet='[]{}":,0e-nulltrue', max_size=60))
-def test_files_of_any_text(text, coco_config):
-    with contextlib.suppress(UnicodeEncodeError):
-        assert check_dataset(coco_config(text)).all_errors
+    budget(examples)(given(st.data())(check))()
 
 
 def any_damage_ends_with_a_report(plain, data):

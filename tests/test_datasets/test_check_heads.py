@@ -13,8 +13,6 @@ EIGHTY = [f"class {index}" for index in range(80)]
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("retinanet/retinanet_r50_fpn_1x_coco.py", {"model.bbox_head.num_classes": 80}),
-        ("solo/solo_r50_fpn_1x_coco.py", {"model.mask_head.num_classes": 80}),
         ("detr/detr_r50_8xb2-150e_coco.py", {"model.bbox_head.num_classes": 80}),
         ("rpn/rpn_r50_fpn_1x_coco.py", {}),
         (
@@ -52,7 +50,7 @@ def test_classifiers_of_mmpretrain():
     assert head_classes(model)["model.head.loss.num_classes"] == 7
 
 
-def test_what_does_not_count_classes_of_the_dataset():
+def test_what_does_not_count_classes_of_the_dataset_and_models_below_wrappers():
     model = dict(
         backbone=dict(head=dict(num_classes=5)),
         rpn_head=dict(num_classes=1),
@@ -62,11 +60,6 @@ def test_what_does_not_count_classes_of_the_dataset():
             bbox_head=dict(num_classes=80, loss_cls=dict(use_sigmoid=True, class_weight=[1.0])),
         ),
     )
-    assert head_classes(model) == {"model.roi_head.bbox_head.num_classes": 80}
+    for wrapper in ("module", "detector"):  # of DetTTAModel and SoftTeacher
+        assert head_classes({wrapper: model}) == {f"model.{wrapper}.roi_head.bbox_head.num_classes": 80}
     assert check_heads(model, EIGHTY) == []
-
-
-def test_models_below_wrappers():
-    detector = dict(type="RetinaNet", bbox_head=dict(num_classes=80))
-    assert head_classes(dict(type="DetTTAModel", module=detector)) == {"model.module.bbox_head.num_classes": 80}
-    assert head_classes(dict(type="SoftTeacher", detector=detector)) == {"model.detector.bbox_head.num_classes": 80}

@@ -26,7 +26,7 @@ def test_whole_images_are_read_as_by_mmcv(picture, name):
     path = picture(name)
     results = LoadImageFromFile().transform(dict(img_path=str(path)))
     np.testing.assert_array_equal(results["img"], cv2.imread(str(path)))
-    path.write_bytes(path.read_bytes() + bytes(100))
+    path.write_bytes(path.read_bytes() + bytes(10_000))  # phones write a film behind the image
     np.testing.assert_array_equal(LoadImageFromFile()(dict(img_path=str(path)))["img"], results["img"])
 
 
@@ -49,24 +49,6 @@ def test_unreadable_images_are_named(picture, fault, name, size, reason):
         path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnreadableImageError, match=rf"{name}.*{reason}.*skip_unreadable=True"):
         LoadImageFromFile().transform(dict(img_path=str(path)))
-
-
-def test_opencv_reads_a_truncated_jpeg_without_an_error(picture):
-    """The reason for looking at the end of the file."""
-    path = picture("picture.jpg")
-    expected = cv2.imread(str(path))
-    path.write_bytes(path.read_bytes()[:2000])
-    assert cv2.imread(str(path)).shape == expected.shape
-    assert not np.array_equal(cv2.imread(str(path)), expected)
-
-
-@pytest.mark.parametrize("name", ["picture.jpg", "picture.png"])
-def test_a_film_behind_the_image_is_no_damage(picture, name):
-    """Phones write such files."""
-    path = picture(name)
-    expected = cv2.imread(str(path))
-    path.write_bytes(path.read_bytes() + bytes(10_000))
-    np.testing.assert_array_equal(LoadImageFromFile()(dict(img_path=str(path)))["img"], expected)
 
 
 def test_other_stores_and_ignored_images_are_left_to_mmcv(picture, monkeypatch):

@@ -43,9 +43,8 @@ def test_active_environment_that_satisfies_is_used_as_it_is(tmp_path):
     # This interpreter's environment is one: the tests run in it.
     done = run("bash", "-c", SOURCE, VIRTUAL_ENV=sys.prefix, MMSPECTRAL_VENV=tmp_path / "venv")
     assert done.returncode == 0, done.stderr
-    python, seconds, first_on_path, first_on_pythonpath = done.stdout.splitlines()
+    python, _, first_on_path, first_on_pythonpath = done.stdout.splitlines()
     assert Path(python).parent == Path(first_on_path) == Path(sys.prefix) / "bin"
-    assert int(seconds) < 5
     assert first_on_pythonpath == str(ROOT)
     assert "as it is" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -86,13 +85,11 @@ def test_an_active_environment_of_the_other_family_is_not_used(tmp_path, failed_
     assert f"making a virtual environment at {tmp_path / folder} with" in said
 
 
-@pytest.mark.parametrize(
-    ("command", "env"), [(["setup_env.sh"], {"MMSPECTRAL_STACK": "mm"}), (["run_tests.sh", "--stack", "mm"], {})]
-)
-def test_an_unknown_family_is_refused(tmp_path, command, env):
-    done = run("bash", TOOLS / command[0], *command[1:], **env, MMSPECTRAL_VENV=tmp_path / "venv")
-    assert done.returncode == 1
-    assert "MMSPECTRAL_STACK is 'mm'; it must be onedl or openmmlab" in done.stderr
+@pytest.mark.parametrize("command", [["setup_env.sh"], ["run_tests.sh", "--stack", "mm"]])
+def test_an_unknown_family_is_refused(tmp_path, command):
+    venv = tmp_path / "venv"
+    done = run("bash", TOOLS / command[0], *command[1:], MMSPECTRAL_STACK="mm", MMSPECTRAL_VENV=venv)
+    assert done.returncode == 1 and "MMSPECTRAL_STACK is 'mm'" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,16 +109,13 @@ def test_the_second_environment_shares_the_torch_of_a_finished_first_one(tmp_pat
     assert not finished or (second / file).samefile(first / file)
 
 
-def test_missing_venv_module_is_named(failed_set_up):
-    assert "apt-get install python3-venv" in failed_set_up()
-
-
 def test_interrupted_set_up_is_repeated(tmp_path, failed_set_up):
     leftover = tmp_path / "venv" / "lib" / "half-installed"
     leftover.parent.mkdir(parents=True)
     leftover.write_text("")
     (tmp_path / "venv" / ".mmspectral-unfinished").write_text("")
-    assert "was interrupted; making it again" in failed_set_up()
+    said = failed_set_up()
+    assert "was interrupted; making it again" in said and "apt-get install python3-venv" in said
     assert not leftover.exists()
     assert (tmp_path / "venv" / ".mmspectral-unfinished").exists(), "the next run could not tell that this one failed"
 
@@ -140,31 +134,31 @@ def test_only_one_set_up_at_a_time(tmp_path, failed_set_up):
 @pytest.mark.parametrize("script", ["dist_train", "dist_test", "slurm_train", "slurm_test"])
 def test_launchers_explain_themselves_when_arguments_are_missing(script):
     done = run("bash", TOOLS / f"{script}.sh", "config.py")
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert f"usage: bash tools/{script}.sh " in done.stderr
-    assert done.stdout == ""
+
+
+ALONE = ["--nnodes", "1", "--standalone", "--local-addr", "127.0.0.1"]
+SEVERAL = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "PORT": "29123"}
+SEVERAL_FLAGS = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29123"]
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("train", ["a config.py"]), ("test", ["a config.py", "a model.pth"])]
+    ("script", "arguments", "variables", "flags"),
+    [
+        ("train", ["a config.py"], {}, ALONE),
+        ("test", ["a config.py", "a model.pth"], {}, ALONE),
+        ("train", ["a config.py"], SEVERAL, SEVERAL_FLAGS),
+    ],
 )
-def test_distributed_launch_on_one_machine(recorder, script, arguments):
+def test_distributed_launch(recorder, script, arguments, variables, flags):
     extra = ["--cfg-options", "a.b=[1, 2]", ""]
-    done = run("bash", TOOLS / f"dist_{script}.sh", *arguments, "4", *extra, MMSPECTRAL_PYTHON=recorder)
-    got = json.loads(done.stdout)
+    command = ("bash", TOOLS / f"dist_{script}.sh", *arguments, "4", *extra)
+    got = json.loads(run(*command, MMSPECTRAL_PYTHON=recorder, **variables).stdout)
     at = got.index(str(TOOLS / f"{script}.py"))
     assert got[at + 1 :] == [*arguments, "--launcher", "pytorch", *extra]
-    assert got[:6] == ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "4"]
-    assert "--standalone" in got[:at] and "--master-port" not in got
-
-
-def test_distributed_launch_on_several_machines(recorder):
-    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "PORT": "29123"}
-    done = run("bash", TOOLS / "dist_train.sh", "config.py", "8", MMSPECTRAL_PYTHON=recorder, **env)
-    got = json.loads(done.stdout)
-    names = ("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port")
-    values = ("2", "8", "1", "10.0.0.1", "29123")
-    assert dict(zip(got[2:-4:2], got[3:-4:2], strict=True)) == dict(zip(names, values, strict=True))
+    assert got[:2] == ["-m", "torch.distributed.run"]
+    assert sorted(got[2:at]) == sorted([*flags, "--nproc-per-node", "4"])
 
 
 @pytest.mark.parametrize(("script", "option"), [("train", ["--work-dir"]), ("test", [])])

@@ -199,31 +199,6 @@ def test_what_cannot_be_done_is_said_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_whole_detector_is_beyond_torch_export():
-    """The limit behind the refusal; where this fails, mmdet's heads can be exported."""
-    cfg = read_config("mmspectral::quickstart/mask-rcnn_spectral-xcit-d128-p8_fpn_shapes.py")
-    from mmdet.structures import DetDataSample
-
-    with DefaultScope.overwrite_default_scope("mmdet"):
-        model = MODELS.build(cfg.model).eval()
-    meta = dict(img_shape=(64, 64), ori_shape=(64, 64), scale_factor=(1.0, 1.0), batch_input_shape=(64, 64))
-
-    class Boxes(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            (sample,) = self.model.predict(x, [DetDataSample(metainfo=dict(meta))], rescale=False)
-            return sample.pred_instances.bboxes
-
-    images = torch.randn(1, 3, 64, 64)
-    assert Boxes()(images).shape[1] == 4
-    with pytest.raises(RuntimeError, match="data-dependent"):
-        torch.export.export(Boxes(), (images,), strict=False)
-
-
-@pytest.mark.slow
 def test_the_command_exports_the_backbone_of_a_detector(run_tool, quickstart_config, trained_quickstart, tmp_path):
     target = tmp_path / "backbone.pt2"
     checkpoint = trained_quickstart / "epoch_1.pth"

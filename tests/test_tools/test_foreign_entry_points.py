@@ -12,7 +12,6 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
-from mmengine.hub import get_config
 from mmengine.registry import DefaultScope
 from pycocotools import mask
 from torch.testing import assert_close
@@ -214,28 +213,6 @@ def test_classifiers_of_mmpretrain_under_any_scope(run_host, classifier, direct_
         assert result["pred_class"] == CLASSES[scores.argmax()]
     for name, result in found["features"].items():
         assert_close(result[0], features, msg=name)
-
-
-@pytest.mark.parametrize("model", ["ours", "resnet18_8xb32_in1k"])
-def test_mmpretrain_loses_its_transforms_under_a_foreign_scope(model, classifier):
-    """Ours and stock alike; a library that mends this makes the rule above needless."""
-    from mmpretrain import ImageClassificationInferencer
-
-    with (
-        DefaultScope.overwrite_default_scope("mmdet"),
-        pytest.raises(KeyError, match="ResizeEdge is not in the mmdet::transform registry"),
-    ):
-        ImageClassificationInferencer(str(classifier / "config.py") if model == "ours" else model, pretrained=False)
-
-
-@pytest.mark.parametrize("model", ["ours", "mmpretrain::resnet/resnet18_8xb32_in1k.py"])
-def test_inference_model_of_mmpretrain_takes_no_config(model, classifier, image):
-    """It asks the model zoo for the task of a model: the inferencers are for all others."""
-    from mmpretrain import get_model, inference_model
-
-    cfg = Config.fromfile(classifier / "config.py") if model == "ours" else get_config(model)
-    with pytest.raises(NotImplementedError, match="No available inferencer"):
-        inference_model(get_model(cfg), str(image))
 
 
 @pytest.mark.parametrize("scope", ["mmdet", "mmpretrain"])

@@ -26,9 +26,8 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 def check_dataset(cfg: Config, splits: Sequence[str] = SPLITS) -> DatasetReport:
     """Check everything about a config's data that can be seen without reading an image.
 
-    mmdet's ``CocoDataset``, mmpretrain's ``CustomDataset`` and ``ImageNet`` and
-    their subclasses are checked in full, if they lie on this machine. Of others
-    only the classes are compared with the heads.
+    mmdet's ``CocoDataset``, mmpretrain's ``CustomDataset`` and ``ImageNet`` and their subclasses are checked in full,
+    if they lie on this machine. Of others only the classes are compared with the heads.
 
     Args:
         cfg: Config with ``model`` and dataloaders.
@@ -52,8 +51,8 @@ def check_dataset(cfg: Config, splits: Sequence[str] = SPLITS) -> DatasetReport:
 def check_before_training(cfg: Config) -> None:
     """Check the training and validation data, print what is worth knowing and refuse what cannot work.
 
-    Of several processes only the first does so; the launcher ends the others
-    when it fails. ``check_dataset=False`` in the config turns this off.
+    Of several processes only the first does so; the launcher ends the others when it fails. ``check_dataset=False`` in
+    the config turns this off.
 
     Raises:
         UsageError: The data cannot be trained with, or not with this model.
@@ -203,11 +202,10 @@ def _sentence(name: str, value: Any, wanted: str) -> str:
 def head_classes(model: Mapping) -> dict[str, int]:
     """Return the number of classes of each head, by its dotted name in the config.
 
-    Heads are the parts named ``...head``, alone or in a list (Cascade), at any
-    depth (``roi_head.bbox_head``, test-time augmentation, semi-supervision);
-    those with things and stuff (MaskFormer, Mask2Former) count both. Besides,
-    mmpretrain's ``data_preprocessor`` and losses count classes for mixed labels,
-    and a list of class weights has one for each class and one for none.
+    Heads are the parts named ``...head``, alone or in a list (Cascade), at any depth (``roi_head.bbox_head``, test-time
+    augmentation, semi-supervision); those with things and stuff (MaskFormer, Mask2Former) count both. Besides,
+    mmpretrain's ``data_preprocessor`` and losses count classes for mixed labels, and a list of class weights has one
+    for each class and one for none.
     """
     return dict(_counts(model, "model"))
 

@@ -20,24 +20,14 @@ _RANGES = {"small (AP_s)": (0, 32**2), "medium (AP_m)": (32**2, 96**2), "large (
 
 @dataclass(frozen=True)
 class CocoUse:
-    """How a dataset uses its annotation file.
-
-    Args:
-        classes: Names of the classes.
-        own_classes: Whether the names are those of the dataset's type, as ``metainfo`` gives none.
-        training: Whether annotations are filtered and needed.
-        needs_masks: Whether the pipeline loads masks.
-        filter_empty: Whether images without annotations are left out.
-        min_size: Shortest side of an image that is used, in pixels.
-        indices: As the dataset's.
-    """
+    """How a dataset uses its annotation file."""
 
     classes: tuple[str, ...]
-    own_classes: bool = False
-    training: bool = True
-    needs_masks: bool = False
-    filter_empty: bool = False
-    min_size: float = 0
+    own_classes: bool = False  # the names are those of the dataset's type, as ``metainfo`` gives none
+    training: bool = True  # annotations are filtered and needed
+    needs_masks: bool = False  # the pipeline loads masks
+    filter_empty: bool = False  # images without annotations are left out
+    min_size: float = 0  # shortest side of an image that is used, in pixels
     indices: int | Sequence[int] | None = None
 
 
@@ -329,8 +319,8 @@ def _run_lengths_problem(mask: Mapping, height: int, width: int) -> tuple[str, s
 def _decompressed(counts: str) -> list[int] | None:
     """Return the run lengths of COCO's compressed form, or None if it is none.
 
-    Six bits a character: five of the number, lowest first, and whether more
-    follow. From the fourth number on it is the difference to the last but one.
+    Six bits a character: five of the number, lowest first, and whether more follow. From the fourth number on it is the
+    difference to the last but one.
     """
     lengths: list[int] = []
     value = shift = 0

@@ -24,10 +24,6 @@ class Tally:
         if len(entry) <= _EXAMPLES:
             entry.append(where)
 
-    def count(self, problem: str) -> int:
-        """Return how often ``problem`` was added."""
-        return self._found[problem][0] if problem in self._found else 0
-
     def sentences(self) -> list[str]:
         """Return one sentence for each problem."""
         return [
@@ -43,38 +39,21 @@ def _shown(where: object) -> str:
 
 @dataclass
 class SplitReport:
-    """One dataset of a config.
+    """One dataset of a config."""
 
-    Args:
-        name: ``"train"``, ``"val"`` or ``"test"``, numbered where there are several.
-        source: Annotation file or folder.
-        classes: Names of the classes; None where the dataset does not say.
-        counts: Rows of the table.
-        errors: What training cannot or should not start with.
-        warnings: What it can start with, but should be looked at.
-        files: Path of each image that is used.
-        open_vocabulary: Whether classes are texts, for which heads have no outputs.
-    """
-
-    name: str
-    source: str = ""
-    classes: tuple[str, ...] | None = None
-    counts: dict[str, str] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    name: str  # train, val or test, numbered where there are several
+    source: str = ""  # annotation file or folder
+    classes: tuple[str, ...] | None = None  # None where the dataset does not say
+    counts: dict[str, str] = field(default_factory=dict)  # rows of the table
+    errors: list[str] = field(default_factory=list)  # what training cannot or should not start with
     warnings: list[str] = field(default_factory=list)
-    files: set[str] = field(default_factory=set)
-    open_vocabulary: bool = False
+    files: set[str] = field(default_factory=set)  # path of each image that is used
+    open_vocabulary: bool = False  # classes are texts, for which heads have no outputs
 
 
 @dataclass
 class DatasetReport:
-    """All datasets of a config, and how they fit each other and the heads.
-
-    Args:
-        splits: The datasets.
-        errors: What concerns more than one of them, or the model.
-        warnings: As ``errors``, but training can start.
-    """
+    """All datasets of a config; errors and warnings of its own concern several of them, or the model."""
 
     splits: list[SplitReport]
     errors: list[str] = field(default_factory=list)
