@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.arguments import checked, whole
 from mmspectral.layers import conditioned_projections, find_sites, weight_layouts
 from mmspectral.ops import ProjectionLayout
 
@@ -150,10 +151,9 @@ def _stock_layouts(module: nn.Module) -> dict[str, ProjectionLayout]:
     }
 
 
+@checked(count=whole(1))
 def spread(names: Sequence[str], count: int) -> list[str]:
     """Return at most ``count`` of ``names``, evenly spaced, with the first and the last; ValueError below 1."""
-    if count < 1:
-        raise ValueError(f"at least one layer must be chosen, got {count}.")
     last = len(names) - 1
     if count > last:
         return list(names)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, TEXT, checked, optional, real
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, without_wrappers
 from mmspectral.checkpoints.names import FAMILIES, detect, to_mmpretrain
 from mmspectral.checkpoints.reconcile import model_sites, reconcile, unknown_message
@@ -65,6 +66,7 @@ class LoadReport:
         return text
 
 
+@checked(prefix=optional(TEXT), trained_with_conditioning=optional(FLAG), min_matched=real(0, 1), entry=optional(TEXT))
 def load_backbone(
     backbone: nn.Module,
     checkpoint: str,
@@ -114,6 +116,7 @@ def load_backbone(
     return report
 
 
+@checked(min_matched=real(0, 1))
 def fit_to_model(
     model: nn.Module, checkpoint: Mapping, source: str, min_matched: float = 0.9
 ) -> tuple[Weights, LoadReport]:

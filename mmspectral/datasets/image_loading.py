@@ -8,6 +8,7 @@ import mmcv.transforms
 from mmengine.logging import print_log
 from PIL import Image
 
+from mmspectral.arguments import FLAG, checked
 from mmspectral.registry import TRANSFORMS
 
 # How a complete file of the format ends, by how it begins.
@@ -33,6 +34,7 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
         **kwargs: As mmcv's.
     """
 
+    @checked(skip_unreadable=FLAG)
     def __init__(self, skip_unreadable: bool = False, **kwargs) -> None:
         super().__init__(**kwargs)
         self.skip_unreadable = skip_unreadable

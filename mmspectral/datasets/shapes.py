@@ -15,6 +15,7 @@ from filelock import FileLock
 from mmdet.datasets import CocoDataset
 from mmengine.logging import print_log
 
+from mmspectral.arguments import checked, one_of, optional, whole
 from mmspectral.datasets.shapes_render import CLASSES, render
 from mmspectral.registry import DATASETS
 
@@ -42,15 +43,7 @@ class _Settings:
 
     @classmethod
     def of(cls, split: str, num_images: int | None, image_size: int, seed: int) -> "_Settings":
-        if split not in _DEFAULT_COUNTS:
-            raise ValueError(f"split is {split!r}; the shapes set has {' and '.join(map(repr, _DEFAULT_COUNTS))}.")
         num_images = _DEFAULT_COUNTS[split] if num_images is None else num_images
-        if num_images < 1:
-            raise ValueError(f"num_images is {num_images}; give at least 1, or None for {_DEFAULT_COUNTS[split]}.")
-        if image_size < _MIN_SIZE:
-            raise ValueError(f"image_size is {image_size}; shapes need images of at least {_MIN_SIZE} pixels.")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; give 0 or a positive integer.")
         return cls(split, num_images, image_size, seed)
 
     @property
@@ -218,6 +211,12 @@ class ShapesDataset(CocoDataset):
         "palette": [(220, 20, 60), (0, 130, 200), (60, 180, 75), (255, 165, 0)],
     }
 
+    @checked(
+        split=one_of(*_DEFAULT_COUNTS),
+        num_images=optional(whole(1, 10**7)),
+        image_size=whole(_MIN_SIZE, 1 << 14),
+        seed=whole(0),
+    )
     def __init__(
         self,
         ann_file: str = "",

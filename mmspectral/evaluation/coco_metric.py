@@ -10,6 +10,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmengine.logging import print_log
 from terminaltables import AsciiTable
 
+from mmspectral.arguments import TEXT, checked, either, listed, optional
 from mmspectral.registry import METRICS
 
 # The entries of `COCOeval.stats` by names of mmdet, which has other numbers of detections, of ours, and of COCO.
@@ -62,6 +63,7 @@ class CocoMetric(_base_metric()):
         ValueError: ``metric`` is not as described.
     """
 
+    @checked(ann_file=optional(TEXT), metric=either(TEXT, listed(TEXT, least=1)))
     def __init__(
         self,
         ann_file: str | None = None,

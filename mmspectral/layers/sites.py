@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from mmspectral.arguments import SETTINGS, TEXT, checked, listed, optional
 from mmspectral.ops import ROW_ORDERS, ProjectionLayout
 
 FUSED = ("qkv", "to_qkv", "qkv_proj", "Wqkv")
@@ -82,6 +83,10 @@ class SiteTable(list[Site]):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+PATTERNS = optional(listed(TEXT))
+
+
+@checked(include=PATTERNS, exclude=PATTERNS, layout=optional(SETTINGS))
 def find_sites(
     model: nn.Module,
     include: Sequence[str] | None = None,
@@ -104,9 +109,6 @@ def find_sites(
             rules cannot read.
     """
     layout = _check_layout(layout)
-    for option, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str):
-            raise ValueError(f"{option} must be a list of patterns, got the string {patterns!r}.")
     if "roles" in layout and not include:
         raise ValueError("layout['roles'] needs `include`: the names of the nn.Linears that hold these roles.")
     used: set[str] = set()
@@ -126,7 +128,7 @@ def find_sites(
 def _check_layout(layout: Mapping | None) -> dict:
     layout = dict(layout or {})
     layout.pop("_scope_", None)
-    unknown = sorted(set(layout) - set(LAYOUT_KEYS))
+    unknown = sorted(map(str, set(layout) - set(LAYOUT_KEYS)))
     if unknown:
         raise ValueError(f"layout has no entry {', '.join(unknown)}; it takes {', '.join(LAYOUT_KEYS)}.")
     probe = {"roles": ("q", "k", "v"), "num_heads": 1, **layout}

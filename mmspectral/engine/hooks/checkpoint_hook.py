@@ -7,6 +7,7 @@ from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 from mmengine.runner import Runner
 
+from mmspectral.arguments import SETTINGS, checked, optional, whole
 from mmspectral.engine.checkpoint_backend import BACKEND
 from mmspectral.registry import HOOKS
 
@@ -37,6 +38,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         **kwargs: As mmengine's.
     """
 
+    @checked(interval=whole(-1), max_keep_ckpts=whole(-1), backend_args=optional(SETTINGS), tolerated_failures=whole(0))
     def __init__(
         self,
         interval: int = -1,

@@ -29,6 +29,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmspectral.analysis.projections import AttentionProjection, attention_projections, spread
+from mmspectral.arguments import FLAG, TEXT, checked, listed, one_of, optional, whole
 from mmspectral.layers import attention_layers, saturation
 from mmspectral.registry import HOOKS
 
@@ -79,6 +80,15 @@ class ConditioningHook(Hook):
 
     priority = "NORMAL"
 
+    @checked(
+        interval=whole(1),
+        by_epoch=FLAG,
+        layers=optional(TEXT),
+        max_layers=whole(1),
+        statistics=listed(one_of(*STATISTICS), least=1),
+        max_samples=whole(1),
+        max_tokens=whole(1),
+    )
     def __init__(
         self,
         interval: int = 500,
@@ -89,12 +99,6 @@ class ConditioningHook(Hook):
         max_samples: int = 2,
         max_tokens: int = 1024,
     ) -> None:
-        limits = dict(interval=interval, max_layers=max_layers, max_samples=max_samples, max_tokens=max_tokens)
-        for name, value in limits.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"ConditioningHook: {name} must be a positive integer, got {value!r}.")
-        if isinstance(statistics, str) or not statistics or not set(statistics) <= set(STATISTICS):
-            raise ValueError(f"ConditioningHook: statistics must be a list out of {STATISTICS}, got {statistics!r}.")
         self.interval = interval
         self.by_epoch = by_epoch
         self.layers = layers

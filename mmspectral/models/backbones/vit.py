@@ -8,11 +8,20 @@ from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLay
 from mmpretrain.models.utils import resize_pos_embed
 from torch import Tensor, nn
 
+from mmspectral.arguments import checked, listed, optional, whole
 from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, check_frozen_stages, freeze, resolve_indices
+from mmspectral.models.sites import (
+    BACKBONE,
+    INDICES,
+    ConditionedBackbone,
+    Recomputed,
+    check_frozen_stages,
+    freeze,
+    resolve_indices,
+)
 from mmspectral.registry import MODELS
 
 TOKENS = ("cls_token", "dist_token")
@@ -58,6 +67,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
+    @checked(**BACKBONE, out_indices=INDICES, pretrained_grid=optional(listed(whole(1), 2, 2)))
     def __init__(
         self,
         arch: str | dict = "base",
