@@ -160,6 +160,28 @@ def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_p
     assert kappa_history(tmp_path / "20260101") == {}
 
 
+def test_what_is_no_number_in_a_log_is_left_out(tmp_path):
+    lines = [
+        '{"loss": "1", "step": 1}',
+        "[1, 2]",
+        "null",
+        "[" * 10**5,
+        '{"loss": 2, "step": null}',
+        '{"loss": 3, "step": 0.5}',
+    ]
+    lines += ['{"loss": 4, "step": Infinity}', '{"loss": true, "step": 5}', '{"loss": %s, "step": 6}' % ("9" * 5000)]
+    lines += [
+        '{"conditioning/a/q/kappa_before": Infinity, "step": 7}',
+        '{"loss": NaN, "step": 8}',
+        '{"loss": 9, "step": 9}',
+    ]
+    write_log(tmp_path / "1", torn="\n".join(lines))
+    (tmp_path / "2" / "vis_data" / "scalars.json").mkdir(parents=True)
+    ((nan_step, nan), last) = training_curves(tmp_path)["loss"]
+    assert (nan_step, last) == (8, (9, 9.0)) and math.isnan(nan)
+    assert kappa_history(tmp_path) == {}
+
+
 def test_curves_of_training_are_loss_gradients_and_metrics(tmp_path):
     gradients = {f"conditioning/a/{role}/grad_norm": value for role, value in zip("qkv", (1.0, 5.0, 3.0), strict=True)}
     stock = {"conditioning/a.v/v/kappa_before": 2.0, "conditioning/a.v/v/kappa_after": 2.0}
