@@ -20,7 +20,7 @@ from mmspectral.layers.projection import (
     show_while_running,
     stop_showing,
 )
-from mmspectral.layers.sites import Site, SiteTable, find_sites
+from mmspectral.layers.sites import Site, SiteTable, find_sites, some
 from mmspectral.ops import ProjectionLayout
 
 FOLDED = "mmspectral_folded"  # attribute of a folded module: plain data, from which `unfold` restores it
@@ -93,8 +93,11 @@ def condition(
     conditioning = build_conditioning(conditioning)
     if conditioning is None:
         return model
-    found = find_sites(model, include, exclude, layout)
-    found = [site for site in found if set(site.roles) & set(conditioning.targets)]
+    table = find_sites(model, include, exclude, layout)
+    if table.left_out:
+        listed = [f"{name} ({reason})" for name, reason in table.left_out.items()]
+        warnings.warn(f"{type(model).__name__}: left out are {some(listed)}.", stacklevel=2)
+    found = [site for site in table if set(site.roles) & set(conditioning.targets)]
     _install(model, {site.name: _replacement(model, site, conditioning) for site in found}, shown=True)
     if getattr(conditioning, "preserve_function", False):
         _preserve_function(model.get_submodule(site.name) for site in found)
@@ -120,7 +123,8 @@ def sites(
         for name, module in _replaced(model).items()
     ]
     try:
-        return SiteTable([*done, *find_sites(model, include, exclude, layout)])
+        found = find_sites(model, include, exclude, layout)
+        return SiteTable([*done, *found], found.left_out)
     except ValueError:
         if done and include is None and exclude is None and layout is None:
             return SiteTable(done)

@@ -343,7 +343,7 @@ def test_a_reader_of_packed_weights():
 
 def test_an_error_leaves_the_model_as_it_was():
     model = nn.Sequential(Caller(), Caller(dim=12, num_heads=5))
-    with pytest.raises(ValueError, match="36 is not a multiple of 15"):
+    with pytest.raises(ValueError, match=r"1\.qkv"):
         mmspectral.condition(model, CONDITIONING)
     assert all(type(layer.qkv) is nn.Linear for layer in model)
 
