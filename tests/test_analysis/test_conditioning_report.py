@@ -18,6 +18,7 @@ from mmengine.runner import Runner
 from mmspectral.analysis import (
     JacobianSettings,
     Subject,
+    attention_projections,
     build_model,
     collect_report,
     head_jacobian,
@@ -90,7 +91,7 @@ def report(run, run_command):
 
 def test_saturation_is_that_of_each_layer_on_the_probe_tokens_of_its_width():
     model = build_model(config(), seed=0)
-    found = measure(model, "start", {}).saturations
+    found = measure(model, "start", attention_projections(model)).saturations
     assert [rho for _, rho in found] == [0.0, 0.5, 0.9] * 2
     layer = model.backbone.xca_layers[1].attn
     with torch.no_grad():
@@ -252,7 +253,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"'neck'; choose one of backbone.xca_layers.0.attn, backbone.xca_layers.1"):
         collect_report(subject, jacobian=JacobianSettings("neck"))
     other = Subject("b.py", config(arch=dict(embed_dims=24, depth=1, num_heads=2), conditioning=None))
-    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv; a twin must be"):
+    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv: a twin"):
         collect_report(subject, other)
     torch.save(dict(state_dict={"fc.weight": torch.zeros(3)}), tmp_path / "foreign.pth")
     with pytest.raises(UsageError, match="matched 0 of"):
