@@ -11,6 +11,7 @@ import io
 import numbers
 import os
 import pickle
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -161,7 +162,16 @@ def _to_settings(value: object, *needed: str) -> Mapping:
     return value
 
 
+def _to_regex(value: object) -> object:
+    try:
+        re.compile(TEXT.convert(value))
+    except re.error as error:
+        raise ValueError from error
+    return value
+
+
 FLAG = Kind("True or False", _to_bool)
+REGEX = Kind("a regular expression", _to_regex)
 TEXT = _instance("a string", str)
 SETTINGS = Kind("a dict", _to_settings)
 TYPED = Kind("a dict with a 'type'", lambda value: _to_settings(value, "type"))

@@ -12,7 +12,7 @@ from mmspectral.arguments import LARGEST, check, checked, either, listed, one_of
 from mmspectral.registry import DATASETS, HOOKS, METRICS, MODELS, TRANSFORMS
 
 HUGE = 10**30
-WORDS = ("x", "10", b"x", [1.5, "x"], [{}], {1: 1}, object())
+WORDS = ("x", "10", "(", b"x", [1.5, "x"], [{}], {1: 1}, object())
 NUMBERS = (True, -7, 1.5, HUGE, float("nan"), float("inf"))
 VALUES = (*WORDS, *NUMBERS)
 # What an argument takes of these values; None, where it is a default, is not tried.

@@ -56,7 +56,7 @@ def render_report(data: ReportData) -> str:
         sections.append(_jacobian(data.states, data.jacobian))
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
     page = dict(title=data.title, facts=data.facts, headline=_headline(findings), findings=findings, grades=GRADES)
-    return template.render(sections=sections, **page) + "\n"
+    return _encodable(template.render(sections=sections, **page)) + "\n"
 
 
 def verdict(data: ReportData) -> list[Finding]:
@@ -246,14 +246,14 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
         for color, (run, log) in _colored(logs.items()):
             for axis, name in zip(axes, names, strict=False):
                 if name in log.curves:
-                    axis.plot(*zip(*log.curves[name], strict=True), ".-", color=color, label=run)
+                    axis.plot(*zip(*log.curves[name], strict=True), ".-", color=color, label=_plain(run))
             for kind, style in (("W", W), ("W + C", W_PLUS_C)):
                 worst: dict[int, float] = {}
                 for step, value in (p for name, curve in log.kappa.items() if name[3:] == kind for p in curve):
                     worst[step] = max(value, worst.get(step, 0.0))
                 if worst:
                     points = zip(*sorted(worst.items()), strict=True)
-                    axes[len(names)].plot(*points, color=color, label=f"{kind}, {run}", **style)
+                    axes[len(names)].plot(*points, color=color, label=_plain(f"{kind}, {run}"), **style)
         for axis, name in zip(axes, names, strict=False):
             unit = "iteration" if name in ("loss", "gradient norm") else "epoch or iteration of the validation"
             axis.set(title=_plain(METRICS.get(name, name)), xlabel=unit)
@@ -396,7 +396,13 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 def _plain(name: str) -> str:
     """Return a name as matplotlib shows it literally: no formula between dollars, not hidden from the legend."""
-    return f" {name}".replace("$", r"\$") if name.startswith("_") else name.replace("$", r"\$")
+    name = _encodable(name).replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
+def _encodable(text: str) -> str:
+    """Return text without what UTF-8 cannot hold, which names of files on Linux may have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 PAGE = """

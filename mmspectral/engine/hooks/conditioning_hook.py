@@ -14,6 +14,7 @@ Scalars of the visualizer's backends (``vis_data/scalars.json``, TensorBoard, ..
 value that is not finite is no JSON: it is left out, and ``{name}_non_finite`` is 1.
 """
 
+import logging
 import math
 import re
 import time
@@ -23,13 +24,14 @@ from contextlib import contextmanager
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmspectral.analysis.projections import AttentionProjection, attention_projections, spread
-from mmspectral.arguments import FLAG, TEXT, checked, listed, one_of, optional, whole
+from mmspectral.arguments import FLAG, REGEX, checked, listed, one_of, optional, whole
 from mmspectral.layers import attention_layers, saturation
 from mmspectral.registry import HOOKS
 
@@ -83,7 +85,7 @@ class ConditioningHook(Hook):
     @checked(
         interval=whole(1),
         by_epoch=FLAG,
-        layers=optional(TEXT),
+        layers=optional(REGEX),
         max_layers=whole(1),
         statistics=listed(one_of(*STATISTICS), least=1),
         max_samples=whole(1),
@@ -165,7 +167,10 @@ class ConditioningHook(Hook):
         return self.every_n_train_iters(runner, self.interval)
 
     def _choose(self, model: nn.Module) -> None:
-        projections, attentions = attention_projections(model), attention_layers(model)
+        left_out: dict[str, str] = {}
+        projections, attentions = attention_projections(model, left_out), attention_layers(model)
+        for reason in left_out.values():
+            print_log(f"ConditioningHook: not measured: {reason}", "current", logging.WARNING)
         names = list(dict.fromkeys([*(name.rpartition(".")[0] for name in projections), *attentions]))
         if not names:
             raise ValueError(
