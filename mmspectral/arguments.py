@@ -75,14 +75,15 @@ def check(name: str, value: object, kind: Kind) -> Any:
 
 def whole(least: int = -LARGEST, most: int = LARGEST) -> Kind:
     """Return the kind of integers from ``least`` to ``most``, without booleans."""
-    limits = [f"of at least {least}"] * (least > -LARGEST) + [f"of at most {most}"] * (most < LARGEST)
+    text = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    text = "an integer" if least == -LARGEST else text if most == LARGEST else f"an integer in [{least}, {most}]"
 
     def convert(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
             raise ValueError
         return int(value)
 
-    return Kind(" ".join(["an integer", " and ".join(limits)]).strip(), convert)
+    return Kind(text, convert)
 
 
 def real(least: float = -LARGEST_FLOAT, most: float = LARGEST_FLOAT, above: float | None = None) -> Kind:

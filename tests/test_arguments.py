@@ -189,7 +189,7 @@ def test_what_means_nothing_is_refused_by_name(case):
         ("IdentityCorrection", dict(scale=np.float32(0.5), targets=("q", "v"), preserve_function=np.bool_(True))),
         ("SVDCorrection", dict(interval=np.int64(3))),
         ("RandomFeatureKernel", dict(num_features=np.int32(4), seed=np.int64(3))),
-        ("sites", dict(include=("qkv",), layout=ConfigDict(num_heads=np.int64(2)))),
+        ("sites", dict(include=("qkv",), layout=ConfigDict(row_order="[3][heads][d]", num_heads=np.int64(2)))),
         ("SpectralViT", dict(out_indices=np.int64(0), frozen_stages=np.int8(0), conditioning=ConfigDict(IDENTITY))),
         ("SpectralSwin", dict(out_indices=(np.int64(0), 2), arch=ConfigDict(STAGES["arch"]))),
         ("Feature2Pyramid", dict(in_channels=np.int64(8), scales=[np.float64(0.5), 4])),
@@ -203,7 +203,8 @@ def test_numbers_of_numpy_tuples_and_config_dicts_are_taken(case, settings):
 
 def test_kinds():
     kinds = {
-        whole(1, 8): "an integer of at least 1 and of at most 8",
+        whole(1, 8): r"an integer in \[1, 8\]",
+        whole(1): "a positive integer",
         real(above=0): "a finite number greater than 0",
         one_of("q", None): "one of 'q', None",
         listed(whole(), 2, 2): "a list of 2 values, each an integer",

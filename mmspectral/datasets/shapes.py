@@ -15,7 +15,7 @@ from filelock import FileLock
 from mmdet.datasets import CocoDataset
 from mmengine.logging import print_log
 
-from mmspectral.arguments import checked, one_of, optional, whole
+from mmspectral.arguments import check, one_of, whole
 from mmspectral.datasets.shapes_render import CLASSES, render
 from mmspectral.registry import DATASETS
 
@@ -43,7 +43,11 @@ class _Settings:
 
     @classmethod
     def of(cls, split: str, num_images: int | None, image_size: int, seed: int) -> "_Settings":
+        split = check("ShapesDataset: split", split, one_of(*_DEFAULT_COUNTS))
         num_images = _DEFAULT_COUNTS[split] if num_images is None else num_images
+        num_images = check("ShapesDataset: num_images", num_images, whole(1, 10**7))
+        image_size = check("ShapesDataset: image_size", image_size, whole(_MIN_SIZE, 1 << 14))
+        seed = check("ShapesDataset: seed", seed, whole(0))
         return cls(split, num_images, image_size, seed)
 
     @property
@@ -211,12 +215,6 @@ class ShapesDataset(CocoDataset):
         "palette": [(220, 20, 60), (0, 130, 200), (60, 180, 75), (255, 165, 0)],
     }
 
-    @checked(
-        split=one_of(*_DEFAULT_COUNTS),
-        num_images=optional(whole(1, 10**7)),
-        image_size=whole(_MIN_SIZE, 1 << 14),
-        seed=whole(0),
-    )
     def __init__(
         self,
         ann_file: str = "",

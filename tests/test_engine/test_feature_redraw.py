@@ -122,7 +122,7 @@ def test_is_found_under_the_scope_of_each_host(scope):
 
 @pytest.mark.parametrize("interval", [0, -1, None, 2.5])
 def test_an_interval_that_counts_nothing_is_refused(interval):
-    with pytest.raises(ValueError, match=r"interval must be a positive integer, got .*leave the hook out"):
+    with pytest.raises(ValueError, match="interval must be a positive integer"):
         FeatureRedrawHook(interval)
 
 
