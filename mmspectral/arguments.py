@@ -1,22 +1,182 @@
-"""From a command line to the config of a run; imports nothing slow, so that a mistyped path is reported at once."""
+"""Arguments of command lines and of functions; imports nothing slow, so that a mistyped path is reported at once."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
 import importlib
+import inspect
 import io
+import numbers
 import os
 import pickle
+import re
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from mmengine.config import Config, DictAction
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmspectral.configs_path import config_path
 from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from mmengine.config import Config
+
+LARGEST = 2**63 - 1  # integer that a tensor can hold
+LARGEST_FLOAT = 3.4e38  # that float32 can hold
+
+
+class Kind(NamedTuple):
+    """Values that an argument takes: in words, and as a function that returns a plain one or raises an error."""
+
+    text: str
+    convert: Callable[[Any], Any]
+
+
+def checked(**kinds: Kind) -> Callable[[Callable], Callable]:
+    """Decorate a function or an ``__init__`` whose arguments of these names take values of these kinds alone.
+
+    Numbers of numpy arrive as those of Python. Anything else raises a ValueError with the name of the argument.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:  # which the call itself words better
+                return function(*args, **kwargs)
+            method = function.__name__ == "__init__"
+            owner = type(args[0]).__name__ if method else function.__name__
+            for name in kinds.keys() & bound.arguments.keys():
+                bound.arguments[name] = check(f"{owner}: {name}", bound.arguments[name], kinds[name])
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def check(name: str, value: object, kind: Kind) -> Any:
+    """Return ``value`` as a plain one of ``kind``.
+
+    Raises:
+        ValueError: It is of another kind.
+    """
+    try:
+        return kind.convert(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be {kind.text}, got {reprlib.repr(value)}.") from None
+
+
+def whole(least: int = -LARGEST, most: int = LARGEST) -> Kind:
+    """Return the kind of integers from ``least`` to ``most``, without booleans."""
+    text = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    text = "an integer" if least == -LARGEST else text if most == LARGEST else f"an integer in [{least}, {most}]"
+
+    def convert(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
+            raise ValueError
+        return int(value)
+
+    return Kind(text, convert)
+
+
+def real(least: float = -LARGEST_FLOAT, most: float = LARGEST_FLOAT, above: float | None = None) -> Kind:
+    """Return the kind of finite numbers from ``least`` to ``most``, or greater than ``above``, without booleans."""
+    limits = [f"of at least {least}"] * (least > -LARGEST_FLOAT) + [f"of at most {most}"] * (most < LARGEST_FLOAT)
+    limits += [] if above is None else [f"greater than {above}"]
+
+    def convert(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= value <= most:
+            raise ValueError
+        if above is not None and not value > above:
+            raise ValueError
+        return float(value)
+
+    return Kind(" ".join(["a finite number", " and ".join(limits)]).strip(), convert)
+
+
+def one_of(*options: object) -> Kind:
+    """Return the kind of these values; 1 is not True."""
+
+    def convert(value: object) -> object:
+        for option in options:
+            if type(option) is type(value) and option == value:
+                return option
+        raise ValueError
+
+    return Kind(f"one of {', '.join(map(repr, options))}", convert)
+
+
+def listed(kind: Kind, least: int = 0, most: int | None = None) -> Kind:
+    """Return the kind of lists and tuples of ``least`` to ``most`` values of ``kind``."""
+
+    def convert(value: object) -> list | tuple:
+        if not isinstance(value, list | tuple) or not least <= len(value) <= (len(value) if most is None else most):
+            raise ValueError
+        return (list if isinstance(value, list) else tuple)(map(kind.convert, value))
+
+    size = f"{least} values" if least == most else "values" if not least else f"at least {least} values"
+    return Kind(f"a list of {size}, each {kind.text}", convert)
+
+
+def either(*kinds: Kind) -> Kind:
+    """Return the kind of values that are of any of ``kinds``."""
+
+    def convert(value: object) -> object:
+        for kind in kinds:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                return kind.convert(value)
+        raise ValueError
+
+    return Kind(" or ".join(kind.text for kind in kinds), convert)
+
+
+def optional(kind: Kind) -> Kind:
+    """Return the kind of values that are None or of ``kind``."""
+    return either(one_of(None), kind)._replace(text=f"None or {kind.text}")
+
+
+def _instance(text: str, *types: type) -> Kind:
+    def convert(value: object) -> object:
+        if not isinstance(value, types):
+            raise TypeError
+        return value
+
+    return Kind(text, convert)
+
+
+def _to_bool(value: object) -> bool:
+    if isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and not value.shape):  # numpy's
+        return bool(value)
+    raise TypeError
+
+
+def _to_settings(value: object, *needed: str) -> Mapping:
+    if not isinstance(value, Mapping) or not {str} >= set(map(type, value)) or not set(needed) <= set(value):
+        raise TypeError
+    return value
+
+
+def _to_regex(value: object) -> object:
+    try:
+        re.compile(TEXT.convert(value))
+    except re.error as error:
+        raise ValueError from error
+    return value
+
+
+FLAG = Kind("True or False", _to_bool)
+REGEX = Kind("a regular expression", _to_regex)
+TEXT = _instance("a string", str)
+SETTINGS = Kind("a dict", _to_settings)
+TYPED = Kind("a dict with a 'type'", lambda value: _to_settings(value, "type"))
 
 
 def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -67,6 +227,8 @@ def _deliberate(error: BaseException | None) -> str | None:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``CONFIG`` and ``--cfg-options``."""
+    from mmengine.config import DictAction
+
     parser.add_argument("config", help="config file, or the name of a shipped one such as mmspectral::xcit/...py")
     parser.add_argument(
         "--cfg-options",
@@ -130,6 +292,8 @@ def read_config(name: str, options: dict[str, Any] | None = None, import_modules
     Raises:
         UsageError: There is no such config.
     """
+    from mmengine.config import Config
+
     package, separator, path = name.rpartition("::")
     try:
         if package == "mmspectral":

@@ -32,7 +32,7 @@ _NAMES = {
         "spread",
     ),
     "report_page": ("plot_projection_conditions", "render_report", "verdict"),
-    "run_logs": ("kappa_history", "last_checkpoint", "last_metrics", "run_config", "training_curves"),
+    "run_logs": ("kappa_history", "last_checkpoint", "last_metrics", "load_weights", "run_config", "training_curves"),
     "saturation": ("largest_scale", "probe_backbone", "saturation_rows", "saturation_table"),
     "stock_twins": ("FAMILIES", "DenseBackbone"),
     "tables": ("markdown_table", "write_csv"),

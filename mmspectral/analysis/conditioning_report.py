@@ -110,11 +110,14 @@ def collect_report(
     """
     twin = twin or Subject("the same config with conditioning=None", stock_twin(subject.cfg))
     model = _build(subject, seed)
-    scopes = {name: projection.scope for name, projection in attention_projections(model).items()}
-    if not scopes:
-        raise UsageError(f"The model of {subject.name} has no attention projections that can be found.")
+    left_out: dict[str, str] = {}
+    projections = attention_projections(model, left_out)
+    reasons = list(left_out.values())
+    if not projections:
+        reason = reasons[0] if reasons else "None can be found."
+        raise UsageError(f"The model of {subject.name} has no attention projections to measure. {reason}")
     if jacobian:
-        jacobian = _choose_layer(model, jacobian)
+        jacobian = _choose_layer(projections, jacobian)
     states: list[ModelState] = []
     for one, prefix in ((subject, ""), (twin, "stock twin, ")):
         for checkpoint, label in zip((None, *one.checkpoints), _labels(one.checkpoints), strict=True):
@@ -122,7 +125,7 @@ def collect_report(
             try:
                 if checkpoint:
                     load_backbone(model, checkpoint)
-                states.append(measure(model, prefix + label, scopes, jacobian, stock=one is twin))
+                states.append(measure(model, prefix + label, projections, jacobian, stock=one is twin))
             except ValueError as error:
                 raise UsageError(f"{prefix}{label}: {error}") from error
     folders = {"conditioned": subject.run_folder(), "stock twin": twin.run_folder()}
@@ -133,6 +136,7 @@ def collect_report(
             ("checkpoints", ", ".join(subject.checkpoints) or "none"),
             ("stock twin", ", ".join((twin.name, *twin.checkpoints))),
             ("initial weights", f"drawn from the configs with seed {seed}, not those that a run started from"),
+            *(("not measured", reason) for reason in reasons),
             ("versions", f"mmspectral {__version__}, torch {torch.__version__}"),
         ],
         states=states,
@@ -167,7 +171,7 @@ def stock_twin(cfg: Config) -> Config:
 def measure(
     model: nn.Module,
     label: str,
-    scopes: Mapping[str, str],
+    projections: Mapping[str, AttentionProjection],
     jacobian: JacobianSettings | None = None,
     stock: bool = False,
 ) -> ModelState:
@@ -176,7 +180,7 @@ def measure(
     Args:
         model: The model that the report is about, or its stock twin.
         label: Name of the state.
-        scopes: See :func:`projection_conditions`.
+        projections: Those of the model that the report is about.
         jacobian: Which Jacobian to take, if any.
         stock: Whether this is the twin.
 
@@ -185,9 +189,9 @@ def measure(
     """
     return ModelState(
         label,
-        projection_conditions(model, scopes),
+        projection_conditions(model, projections),
         _saturations(model),
-        _jacobians(model, jacobian) if jacobian else {},
+        _jacobians(model, projections, jacobian) if jacobian else {},
         stock,
     )
 
@@ -204,9 +208,12 @@ def _saturations(model: nn.Module) -> dict[tuple[str, float], Saturation]:
     return found
 
 
-def _jacobians(model: nn.Module, settings: JacobianSettings) -> dict[str, HeadJacobian]:
+def _jacobians(
+    model: nn.Module, projections: Mapping[str, AttentionProjection], settings: JacobianSettings
+) -> dict[str, HeadJacobian]:
     heads: dict[str, dict[str, Tensor]] = {"W": {}, "W + C": {}}
-    for projection in _by_layer(model)[settings.layer]:
+    for each in _by_layer(projections)[settings.layer]:
+        projection = each.of(model)
         for kind, matrix in zip(heads, projection.matrices(), strict=True):
             blocks = projection.layout.split(matrix, "head")  # [P, h, d, D]
             heads[kind].update(zip(projection.layout.roles, blocks[:, 0], strict=True))
@@ -216,10 +223,10 @@ def _jacobians(model: nn.Module, settings: JacobianSettings) -> dict[str, HeadJa
     return {kind: head_jacobian(matrices, settings, temperature) for kind, matrices in heads.items()}
 
 
-def _by_layer(model: nn.Module) -> dict[str, list[AttentionProjection]]:
+def _by_layer(projections: Mapping[str, AttentionProjection]) -> dict[str, list[AttentionProjection]]:
     """Return the projections of the attention layers of which q, k and v are known, by the name of the layer."""
     layers: dict[str, list[AttentionProjection]] = {}
-    for name, projection in attention_projections(model).items():
+    for name, projection in projections.items():
         layers.setdefault(name.rpartition(".")[0], []).append(projection)
     return {
         layer: found
@@ -238,9 +245,11 @@ def _build(subject: Subject, seed: int) -> nn.Module:
         ) from error
 
 
-def _choose_layer(model: nn.Module, settings: JacobianSettings) -> JacobianSettings | None:
+def _choose_layer(
+    projections: Mapping[str, AttentionProjection], settings: JacobianSettings
+) -> JacobianSettings | None:
     """Fill in the first layer of which q, k and v are known; None if there is none."""
-    layers = list(_by_layer(model))
+    layers = list(_by_layer(projections))
     if settings.layer and settings.layer not in layers:
         raise UsageError(
             f"The Jacobian cannot be taken of {settings.layer!r}; choose one of {', '.join(layers) or 'no layer'}."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspectral.analysis.approximation import approximation_error
+from mmspectral.arguments import FLAG, check, checked, listed, optional, real, whole
 from mmspectral.ops.random_features import (
     Features,
     Proposal,
@@ -131,6 +132,10 @@ class Fit:
     lr: float = 0.02
     shift: bool = True
 
+    def __post_init__(self):
+        for name, kind in dict(steps=whole(0), lr=real(above=0), shift=FLAG).items():
+            check(f"Fit: {name}", getattr(self, name), kind)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedGeometry(Geometry):
@@ -151,6 +156,18 @@ class CalibratedGeometry(Geometry):
     error_after: Tensor
 
 
+@checked(
+    num_features=whole(1),
+    sharp=FLAG,
+    shift=FLAG,
+    rank=optional(whole(1)),
+    shared=FLAG,
+    scales=listed(real(above=0), least=1),
+    strengths=listed(real(0), least=1),
+    scale=optional(real(above=0)),
+    draws=whole(1),
+    seed=whole(),
+)
 @torch.no_grad()
 def calibrate_geometry(
     q: Tensor,

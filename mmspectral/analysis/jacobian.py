@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.arguments import check, real, whole
 from mmspectral.layers import probe_tokens
 from mmspectral.models.attention.xca import SpectralXCA
 from mmspectral.ops.conditioning.jacobian import (
@@ -29,6 +30,10 @@ class JacobianSettings:
     num_tokens: int = 8
     head_dims: int = 16
     correlation: float = 0.5
+
+    def __post_init__(self):
+        for name, kind in dict(num_tokens=whole(2), head_dims=whole(1), correlation=real(0, 1)).items():
+            check(f"JacobianSettings: {name}", getattr(self, name), kind)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from mmspectral.analysis.dark_calibration import (
     query_key_moments,
 )
 from mmspectral.analysis.tables import markdown_table
+from mmspectral.arguments import checked, whole
 from mmspectral.layers import RandomFeatureKernel, feature_kernels
 from mmspectral.ops.random_features import draw_projection, linear_attention, softmax_attention, theorem_3_2_proposal
 
@@ -66,6 +67,7 @@ def calibratable_kernels(model: nn.Module) -> dict[str, RandomFeatureKernel]:
     }
 
 
+@checked(num_tokens=whole(2), seed=whole())
 def calibrate_model(
     model: nn.Module,
     batches: Iterable,
@@ -232,6 +234,7 @@ def _pool(samples: Sequence[AttentionInputs]) -> AttentionInputs:
     )
 
 
+@checked(num_batches=whole(1), batch_size=whole(1), seed=whole(0))
 def calibration_batches(loader: DataLoader, num_batches: int, batch_size: int, seed: int = 0) -> list:
     """Return batches of the data set of ``loader``, collated as it does.
 

@@ -1,14 +1,17 @@
 """The q, k and v projections of a model, conditioned or not: singular values and condition numbers."""
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.arguments import checked, whole
 from mmspectral.layers import conditioned_projections, find_sites, weight_layouts
+from mmspectral.layers.sites import FUSED, SEPARATE
 from mmspectral.ops import ProjectionLayout
 
 
@@ -56,6 +59,17 @@ class AttentionProjection:
     def scope(self) -> str:
         """Scope of the conditioning; ``"full"`` where it has none."""
         return getattr(getattr(self.module, "conditioning", None), "scope", "full")
+
+    def of(self, model: nn.Module) -> "AttentionProjection":
+        """Return the projection of this name in another model of the same architecture; ValueError if there is none."""
+        try:
+            module = model.get_submodule(self.name.removesuffix(f".{self.parameter}"))
+            fits = getattr(module, self.parameter).shape == self.weight.shape
+        except AttributeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"the model has no attention projection {self.name}: a twin has the same architecture.")
+        return replace(self, module=module)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return W and what the layer multiplies by, each [P * D, E], float64, on the CPU.
@@ -111,49 +125,60 @@ def spectrum(matrix: Tensor) -> Spectrum:
     return Spectrum(sigma[..., 0].max().item(), sigma[..., -1].min().item(), kappa.max().item(), worst)
 
 
-def attention_projections(model: nn.Module) -> dict[str, AttentionProjection]:
+def attention_projections(model: nn.Module, left_out: dict[str, str] | None = None) -> dict[str, AttentionProjection]:
     """Return the q, k, v projections of ``model`` by name, in module order.
 
     These are the modules that state their layout (every conditioned one), the
     weights of every ``nn.MultiheadAttention`` and, so that a stock twin can be
-    compared, what :func:`mmspectral.layers.sites.find_sites` finds.
+    compared, what :func:`mmspectral.layers.sites.find_sites` is certain of.
+
+    Args:
+        model: Any model; it stays as it is.
+        left_out: Is given the reasons for attention layers whose rows are not certain, by name.
     """
+    stock = _stock_layouts(model, {} if left_out is None else left_out)
     found = {}
     for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        layout = getattr(module, "layout", None)
+        layout = getattr(module, "layout", stock.get(name))
         if isinstance(module, nn.MultiheadAttention):
             for parameter, rows in weight_layouts(module).items():
-                found[prefix + parameter] = AttentionProjection(prefix + parameter, module, rows, parameter)
+                path = f"{name}.{parameter}" if name else parameter
+                found[path] = AttentionProjection(path, module, rows, parameter)
         elif isinstance(layout, ProjectionLayout) and isinstance(getattr(module, "weight", None), Tensor):
             found[name] = AttentionProjection(name, module, layout)
-        else:
-            for child, rows in _stock_layouts(module).items():
-                found[prefix + child] = AttentionProjection(prefix + child, module.get_submodule(child), rows)
     return found
 
 
-def _stock_layouts(module: nn.Module) -> dict[str, ProjectionLayout]:
-    """Return the layouts of the unconditioned projections among the children of a module."""
-    if not any(isinstance(child, nn.Linear) for child in module.children()):
-        return {}
-    try:
-        sites = find_sites(module)
-    except ValueError:  # none, or one that cannot be read
-        return {}
-    return {
-        site.name: site.layout
-        for site in sites
-        if site.name in module._modules
-        and isinstance(module._modules[site.name], nn.Linear)
-        and not site.rows % (len(site.roles) * (site.num_heads or 1))
+def _stock_layouts(model: nn.Module, left_out: dict[str, str]) -> dict[str, ProjectionLayout]:
+    """Return the layouts of unconditioned projections by name, and put the layers that are not certain in left_out."""
+    names = {*FUSED, *itertools.chain.from_iterable(SEPARATE)}
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if any(child in names and isinstance(found, nn.Linear) for child, found in module.named_children())
     }
+    layouts = {}
+
+    def read(paths: Sequence[str]) -> None:
+        for site in find_sites(nn.ModuleList(owners[path] for path in paths)):
+            index, _, child = site.name.partition(".")
+            if child in owners[paths[int(index)]]._modules:
+                layouts[".".join(filter(None, (paths[int(index)], child)))] = site.layout
+
+    try:
+        read(list(owners))  # together, since layers of one kind are told apart once
+    except ValueError:
+        for path in owners:
+            try:
+                read([path])
+            except ValueError as error:  # begins with the place in the list
+                left_out[path] = ".".join(filter(None, (path, str(error).removeprefix("0."))))
+    return layouts
 
 
+@checked(count=whole(1))
 def spread(names: Sequence[str], count: int) -> list[str]:
     """Return at most ``count`` of ``names``, evenly spaced, with the first and the last; ValueError below 1."""
-    if count < 1:
-        raise ValueError(f"at least one layer must be chosen, got {count}.")
     last = len(names) - 1
     if count > last:
         return list(names)
@@ -188,7 +213,9 @@ class ProjectionCondition:
 
 
 @torch.no_grad()
-def projection_conditions(model: nn.Module, scopes: Mapping[str, str] | None = None) -> list[ProjectionCondition]:
+def projection_conditions(
+    model: nn.Module, like: Mapping[str, AttentionProjection] | None = None
+) -> list[ProjectionCondition]:
     """Return the spectra of the projections of a model, in float64.
 
     The matrix is that of the scope: the D x E projection for ``full``, the
@@ -196,23 +223,17 @@ def projection_conditions(model: nn.Module, scopes: Mapping[str, str] | None = N
 
     Args:
         model: Any model with attention.
-        scopes: Names of projections and the scope to measure each with, so that a
-            stock twin is measured by the same matrices; by default every conditioned one.
+        like: Projections of another model, so that a stock twin is measured by the same
+            matrices; by default every conditioned one of ``model``.
 
     Raises:
         ValueError: The model lacks one of the projections.
     """
-    projections = attention_projections(model)
-    if scopes is None:
+    if like is None:
         conditioned = conditioned_projections(model)
-        scopes = {name: each.scope for name, each in projections.items() if name in conditioned}
-    missing = [name for name in scopes if name not in projections]
-    if missing:
-        raise ValueError(
-            f"the model has no attention projection {', '.join(missing[:4])}; a twin must be the same architecture."
-        )
+        like = {name: each for name, each in attention_projections(model).items() if name in conditioned}
     return [
         ProjectionCondition(name, role, without, None if with_ is without else with_)
-        for name, scope in scopes.items()
-        for role, (without, with_) in projections[name].spectra(scope).items()
+        for name, each in like.items()
+        for role, (without, with_) in each.of(model).spectra(each.scope).items()
     ]

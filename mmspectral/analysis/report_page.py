@@ -56,7 +56,7 @@ def render_report(data: ReportData) -> str:
         sections.append(_jacobian(data.states, data.jacobian))
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
     page = dict(title=data.title, facts=data.facts, headline=_headline(findings), findings=findings, grades=GRADES)
-    return template.render(sections=sections, **page) + "\n"
+    return _encodable(template.render(sections=sections, **page)) + "\n"
 
 
 def verdict(data: ReportData) -> list[Finding]:
@@ -240,11 +240,11 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
     kappas, worst = [], "largest κ"
     for color, (run, log) in _colored(logs.items()):
         for name, curve in log.curves.items():
-            panels.setdefault(name, []).append((curve, dict(color=color, label=run, marker=".")))
+            panels.setdefault(name, []).append((curve, dict(color=color, label=_plain(run), marker=".")))
         for kind, style in (("W", W), ("W + C", W_PLUS_C)):
             points = sorted(point for name, curve in log.kappa.items() if name[3:] == kind for point in curve)
             if points:  # of those of a step the last is the largest
-                kappas.append((dict(points).items(), dict(color=color, label=f"{kind}, {run}", **style)))
+                kappas.append((dict(points).items(), dict(color=color, label=_plain(f"{kind}, {run}"), **style)))
     names = ", ".join(panels)
     if kappas:
         panels[worst] = kappas
@@ -395,7 +395,13 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 def _plain(name: str) -> str:
     """Return a name as matplotlib shows it literally: no formula between dollars, not hidden from the legend."""
-    return f" {name}".replace("$", r"\$") if name.startswith("_") else name.replace("$", r"\$")
+    name = _encodable(name).replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
+def _encodable(text: str) -> str:
+    """Return text without what UTF-8 cannot hold, which names of files on Linux may have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 PAGE = """

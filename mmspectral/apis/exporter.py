@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
-from mmspectral.arguments import host_package
+from mmspectral.arguments import FLAG, checked, host_package, listed, whole
 from mmspectral.checkpoints import fit_to_model, fit_whole, read_checkpoint
 from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
@@ -44,6 +44,7 @@ class ExportReport:
 
 
 @torch.no_grad()
+@checked(size=listed(whole(1), 2, 2), fixed_size=FLAG, force=FLAG)
 def export(
     cfg: Config,
     checkpoint: str,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
 
-from mmspectral.arguments import host_package
+from mmspectral.arguments import FLAG, checked, host_package, real, whole
 from mmspectral.datasets.check.coco import entries_with, is_narrow, read_annotations
 from mmspectral.errors import UsageError
 
@@ -54,6 +54,7 @@ def find_images(inputs: Iterable[str]) -> list[Path]:
     return list(found.values())
 
 
+@checked(batch_size=whole(1), score_thr=real(0, 1), pictures=FLAG)
 def predict(
     cfg: Config,
     checkpoint: str,

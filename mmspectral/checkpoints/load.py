@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, TEXT, checked, optional, real
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, without_wrappers
 from mmspectral.checkpoints.names import FAMILIES, detect, to_mmpretrain
 from mmspectral.checkpoints.reconcile import (
@@ -76,6 +77,7 @@ class LoadReport:
         return text
 
 
+@checked(prefix=optional(TEXT), trained_with_conditioning=optional(FLAG), min_matched=real(0, 1), entry=optional(TEXT))
 def load_backbone(
     backbone: nn.Module,
     checkpoint: str | os.PathLike,
@@ -133,6 +135,7 @@ def load_backbone(
     return report
 
 
+@checked(min_matched=real(0, 1))
 def fit_to_model(
     model: nn.Module, checkpoint: Mapping, source: str, min_matched: float = MIN_MATCHED
 ) -> tuple[Weights, LoadReport]:

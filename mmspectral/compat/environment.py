@@ -166,9 +166,12 @@ def _reason(error: Exception) -> str:
 
 
 def _import_remedy(error: Exception, module: str, requirement: str) -> str:
-    package = module.partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != package:
-        return pip_command([error.name.partition(".")[0]])
+    at_fault, options = _package_at_fault(error)
+    if at_fault == "transformers" != module:
+        # One that mmpretrain's multimodal models do not fit; beside transformers 5 compat switches these models off.
+        return pip_command([LANGUAGE[0]]) + "  # or uninstall transformers"
+    if at_fault not in ("", module.partition(".")[0]):
+        return pip_command([at_fault], *options)
     if module == "mmspectral":
         return "start this script from a complete checkout of mmspectral"
     if module == "cv2":
@@ -177,6 +180,18 @@ def _import_remedy(error: Exception, module: str, requirement: str) -> str:
         return "install the torchvision release that belongs to this torch: " + pip_command(["torchvision"])
     options = () if isinstance(error, ModuleNotFoundError) else ("--force-reinstall", "--no-deps")
     return pip_command([requirement], *options)
+
+
+def _package_at_fault(error: BaseException | None) -> tuple[str, list[str]]:
+    """Return the package that an import failed in, as far as the error or its cause says, and how pip mends it."""
+    while error is not None:
+        lazy = re.match(r"Failed to import (\w+)", str(error))  # transformers' own wording
+        name = lazy[1] if lazy else isinstance(error, ImportError) and error.name
+        if name:
+            missing = isinstance(error, ModuleNotFoundError) and "." not in name
+            return name.partition(".")[0], [] if missing else ["--upgrade"]
+        error = error.__cause__ or error.__context__
+    return "", []
 
 
 def _check_devices() -> list[Finding]:
@@ -199,7 +214,9 @@ def _check_multimodal() -> list[Finding]:
 
     detail = "mmpretrain's multimodal models need transformers 4 and are off; mmpretrain would not import with them"
     found = find_distribution("transformers")
-    return [Finding("note", " ".join(found), detail)] if multimodal.is_needed() else []
+    remedy = shlex.join([sys.executable, "-m", "mmspectral.compat", "install"])
+    remedy += "  # for processes that import mmpretrain without mmspectral"
+    return [Finding("note", " ".join(found), detail, remedy)] if multimodal.is_needed() else []
 
 
 def _check_operators(requirement: str) -> list[Finding]:

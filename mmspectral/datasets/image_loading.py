@@ -8,6 +8,7 @@ import mmcv.transforms
 from mmengine.logging import print_log
 from PIL import Image
 
+from mmspectral.arguments import FLAG, checked
 from mmspectral.datasets.check.coco import is_narrow
 from mmspectral.registry import TRANSFORMS
 
@@ -34,6 +35,7 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
         **kwargs: As mmcv's.
     """
 
+    @checked(skip_unreadable=FLAG)
     def __init__(self, skip_unreadable: bool = False, **kwargs) -> None:
         super().__init__(**kwargs)
         self.skip_unreadable = skip_unreadable

@@ -15,6 +15,7 @@ from filelock import FileLock
 from mmdet.datasets import CocoDataset
 from mmengine.logging import print_log
 
+from mmspectral.arguments import check, one_of, whole
 from mmspectral.datasets.shapes_render import CLASSES, render
 from mmspectral.registry import DATASETS
 
@@ -42,15 +43,11 @@ class _Settings:
 
     @classmethod
     def of(cls, split: str, num_images: int | None, image_size: int, seed: int) -> "_Settings":
-        if split not in _DEFAULT_COUNTS:
-            raise ValueError(f"split is {split!r}; the shapes set has {' and '.join(map(repr, _DEFAULT_COUNTS))}.")
+        split = check("ShapesDataset: split", split, one_of(*_DEFAULT_COUNTS))
         num_images = _DEFAULT_COUNTS[split] if num_images is None else num_images
-        if num_images < 1:
-            raise ValueError(f"num_images is {num_images}; give at least 1, or None for {_DEFAULT_COUNTS[split]}.")
-        if image_size < _MIN_SIZE:
-            raise ValueError(f"image_size is {image_size}; shapes need images of at least {_MIN_SIZE} pixels.")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; give 0 or a positive integer.")
+        num_images = check("ShapesDataset: num_images", num_images, whole(1, 10**7))
+        image_size = check("ShapesDataset: image_size", image_size, whole(_MIN_SIZE, 1 << 14))
+        seed = check("ShapesDataset: seed", seed, whole(0))
         return cls(split, num_images, image_size, seed)
 
     @property

@@ -10,6 +10,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmengine.logging import print_log
 from terminaltables import AsciiTable
 
+from mmspectral.arguments import TEXT, checked, either, listed, optional
 from mmspectral.datasets.check.coco import CocoUse, check_content
 from mmspectral.datasets.check.report import SplitReport
 from mmspectral.errors import UsageError
@@ -66,6 +67,7 @@ class CocoMetric(_base_metric()):
         UsageError: An annotation cannot be evaluated, or is misread (when the evaluator gets the dataset's metainfo).
     """
 
+    @checked(ann_file=optional(TEXT), metric=either(TEXT, listed(TEXT, least=1)))
     def __init__(
         self,
         ann_file: str | None = None,

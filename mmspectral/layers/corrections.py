@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mmspectral import ops
+from mmspectral.arguments import FLAG, check
 from mmspectral.layers.projection import (
     METADATA_KEY,
     Conditioning,
@@ -54,7 +55,7 @@ class Correction(Conditioning):
         if scope not in ops.SCOPES:
             raise ValueError(f"{type(self).__name__}: scope must be one of {ops.SCOPES}, got {scope!r}.")
         self.scope = scope
-        self.preserve_function = preserve_function
+        self.preserve_function = check(f"{type(self).__name__}: preserve_function", preserve_function, FLAG)
 
     @abstractmethod
     def corrected(self, weight: Tensor, layout: ProjectionLayout, dtype: torch.dtype | None = None) -> Tensor:
@@ -213,7 +214,7 @@ class DerivedCorrection(Correction):
     ) -> None:
         super().__init__(scope, targets, preserve_function)
         name = type(self).__name__
-        if preserve_function:
+        if self.preserve_function:
             raise ValueError(
                 f"{name}: preserve_function=True is not possible. C follows from W and changes with every update, so "
                 "there is no constant to subtract from a loaded weight. Use IdentityCorrection, or load without it."
@@ -290,7 +291,7 @@ class PolarCorrection(DerivedCorrection):
         preserve_function: bool = False,
     ) -> None:
         super().__init__(interval, scope, targets, preserve_function)
-        if isinstance(kappa, bool) or not isinstance(kappa, (int, float)) or not 1 < kappa <= 1e6:
+        if not is_finite_number(kappa) or not 1 < kappa <= 1e6:
             raise ValueError(
                 f"PolarCorrection: kappa must be a number in (1, 1e6] (float32 resolves no more), got {kappa!r}."
             )

@@ -5,6 +5,7 @@ Shape legend: B batch, h heads, H key heads, N tokens, L tokens of the context, 
 
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, checked, optional, real, whole
 from mmspectral.layers.kernels import ConstantKernel, RandomFeatureKernel, build_kernel
 from mmspectral.ops.random_features import FeatureState, attend, linear_attention, summarise_keys
 
@@ -37,6 +38,15 @@ class DarkAttention(nn.Module):
         ValueError: Numbers of heads that do not divide, or as :func:`mmspectral.layers.build_kernel`.
     """
 
+    @checked(
+        dim=whole(1),
+        num_heads=whole(1),
+        qkv_bias=FLAG,
+        num_kv_heads=optional(whole(1)),
+        context_dim=optional(whole(1)),
+        proj_bias=FLAG,
+        proj_drop=real(0, 1),
+    )
     def __init__(
         self,
         dim: int,

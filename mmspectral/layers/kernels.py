@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
+from mmspectral.arguments import FLAG, checked, one_of, optional, real, whole
 from mmspectral.layers.projection import Follows, as_leaf, type_and_arguments
 from mmspectral.ops.precision import without_autocast
 from mmspectral.ops.random_features import (
@@ -78,6 +79,21 @@ class RandomFeatureKernel(Follows, nn.Module):
 
     _foreign = False  # whether w is not the draw of (seed, layer, redraws)
 
+    @checked(
+        num_heads=whole(1),
+        head_dim=whole(1),
+        num_features=optional(whole(1, MOST_FEATURES)),
+        rank=optional(whole(1)),
+        orthogonal=FLAG,
+        train_features=FLAG,
+        scale=optional(real(above=0)),
+        seed=whole(),
+        layer=whole(0),
+        geometry=one_of(None, "matrix", "temperature"),
+        sharing=one_of(*SHARING),
+        proposal=one_of(None, *PROPOSALS),
+        shift=one_of(None, *SHIFTS),
+    )
     def __init__(
         self,
         num_heads: int,
@@ -98,21 +114,8 @@ class RandomFeatureKernel(Follows, nn.Module):
         super().__init__()
         m = max(1, int(head_dim * math.log(head_dim))) if num_features is None else num_features
         r = head_dim if rank is None else rank
-        if not isinstance(m, int) or not 1 <= m <= MOST_FEATURES:
-            raise ValueError(f"num_features must be an integer in [1, {MOST_FEATURES}], got {num_features!r}.")
-        if not isinstance(r, int) or not 1 <= r <= head_dim:
+        if r > head_dim:
             raise ValueError(f"rank must be an integer in [1, {head_dim}], the width of a head, got {rank!r}.")
-        if not isinstance(seed, int):
-            raise ValueError(f"seed must be an integer, got {seed!r}.")
-        for name, value, known in (
-            ("orthogonal", orthogonal, (True, False)),
-            ("geometry", geometry, (None, "matrix", "temperature")),
-            ("sharing", sharing, SHARING),
-            ("proposal", proposal, (None, *PROPOSALS)),
-            ("shift", shift, (None, *SHIFTS)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         self.num_heads, self.head_dim, self.num_features, self.rank = num_heads, head_dim, m, r
         self.geometry, self.sharing, self.proposal, self.scale = geometry, sharing, proposal, scale
         self.orthogonal, self.seed, self.layer = orthogonal, seed, layer

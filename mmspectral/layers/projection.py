@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from mmspectral.arguments import LARGEST, check, whole
 from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.precision import product_dtype
 
@@ -29,8 +31,8 @@ _FLOAT32_LIMIT = torch.finfo(torch.float32).max
 
 
 def is_finite_number(value: object) -> bool:
-    """Return whether ``value`` is an int or float, and no bool, that float32 can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _FLOAT32_LIMIT
+    """Return whether ``value`` is a number, and no bool, that float32 can hold."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) < _FLOAT32_LIMIT
 
 
 def positive(name: str, value: object, kind: str = "positive and finite") -> float:
@@ -40,11 +42,9 @@ def positive(name: str, value: object, kind: str = "positive and finite") -> flo
     return float(value)
 
 
-def count(name: str, value: object, most: int | None = None) -> int:
+def count(name: str, value: object, most: int = LARGEST) -> int:
     """Return an integer of at least 1, and at most ``most``; raise ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= (most or value):
-        raise ValueError(f"{name} must be a positive integer{most and f' of at most {most}' or ''}, got {value!r}.")
-    return value
+    return check(name, value, whole(1, most))
 
 
 class Conditioning(ABC):
@@ -110,7 +110,7 @@ def register_conditioning(cls: type[Conditioning]) -> type[Conditioning]:
     return cls
 
 
-def build_conditioning(cfg: dict | Conditioning | None) -> Conditioning | None:
+def build_conditioning(cfg: dict | Conditioning | None, option: str = "conditioning") -> Conditioning | None:
     """Build what is named by ``conditioning=dict(type=..., ...)``.
 
     Args:
@@ -126,7 +126,7 @@ def build_conditioning(cfg: dict | Conditioning | None) -> Conditioning | None:
         return cfg
     accepted = {name: list(inspect.signature(cls).parameters) for name, cls in sorted(_TYPES.items())}
     own = " Register your own class with mmspectral.layers.register_conditioning."
-    name, arguments = type_and_arguments("conditioning", cfg, accepted, own)
+    name, arguments = type_and_arguments(option, cfg, accepted, own)
     return _TYPES[name](**arguments)
 
 

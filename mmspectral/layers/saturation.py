@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmspectral.arguments import checked, real, whole
 from mmspectral.ops.precision import at_least_float32
 
 
@@ -36,6 +37,7 @@ class Saturation:
         return self.entropy / self.max_entropy if self.max_entropy else 1.0
 
 
+@checked(num_tokens=whole(1), dim=whole(1), correlation=real(0), seed=whole())
 def probe_tokens(num_tokens: int, dim: int, correlation: float, seed: int = 0) -> Tensor:
     """Return layer-normalised Gaussian tokens [1, N, D], float32 on the CPU, that share part of their content.
 

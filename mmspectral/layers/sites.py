@@ -24,6 +24,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from mmspectral.arguments import SETTINGS, TEXT, checked, listed, optional
 from mmspectral.layers.probe import Inconclusive, establish
 from mmspectral.layers.projection import ShowsEffective, require_plain
 from mmspectral.ops import ROW_ORDERS, ProjectionLayout
@@ -142,6 +143,10 @@ class SiteTable(list[Site]):
         return "\n".join([*lines, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())])
 
 
+PATTERNS = optional(listed(TEXT))
+
+
+@checked(include=PATTERNS, exclude=PATTERNS, layout=optional(SETTINGS))
 def find_sites(
     model: nn.Module,
     include: Sequence[str] | None = None,
@@ -164,9 +169,6 @@ def find_sites(
         ValueError: No site, a pattern that matches none, or a site whose rows
             are not certain.
     """
-    for option, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str):
-            raise ValueError(f"{option} must be a list of patterns, got the string {patterns!r}.")
     layouts = _check_layout(layout, include)
     used: set[str] = set()
     established: dict[tuple, dict] = {}
@@ -201,7 +203,7 @@ def _check_layout(layout: Mapping | None, include: Sequence[str] | None) -> dict
     if not by_pattern:
         layout = dict.fromkeys(include if "roles" in layout else ["*"], layout) if layout else {}
     for said in layout.values():
-        unknown = sorted(set(said) - set(LAYOUT_KEYS))
+        unknown = sorted(map(str, set(said) - set(LAYOUT_KEYS)))
         if unknown:
             raise ValueError(f"layout has no entry {', '.join(unknown)}; it takes {', '.join(LAYOUT_KEYS)}.")
         ProjectionLayout(**{"roles": ("q", "k", "v"), "num_heads": 1, **said})  # raises for a wrong value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspectral import ops
+from mmspectral.arguments import FLAG, checked
 from mmspectral.layers.corrections import ConditionedLinear, Correction
 from mmspectral.layers.packed_attention import ConditionedMultiheadAttention, weight_layouts
 from mmspectral.layers.projection import (
@@ -135,6 +136,7 @@ def sites(
         raise
 
 
+@checked(keep=FLAG)
 def fold(model: nn.Module, keep: bool = True) -> nn.Module:
     """Write what each projection computes with into stock modules, in place.
 

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from mmspectral.arguments import TEXT, checked
 from mmspectral.checkpoints import reconcile_while_loading
 from mmspectral.layers import build_conditioning, condition, corrected_parameters
 from mmspectral.registry import MODELS
 
 
 @MODELS.register_module("ConditionedModel")
+@checked(model_type=TEXT)
 def conditioned_model(
     model_type: str,
     conditioning: dict | None,

@@ -15,11 +15,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from mmspectral.arguments import FLAG, SETTINGS, TEXT, TYPED, either, listed, optional, whole
 from mmspectral.checkpoints import load_backbone
 from mmspectral.layers import attention_layers, probe_tokens, replaced_projections, saturation
 from mmspectral.models.attention.adopt import adopt
 
 SATURATED = 0.05  # of maximal entropy
+
+INDICES = either(whole(), listed(whole()))
+# Kinds of what the constructors of all backbones take.
+BACKBONE = dict(
+    arch=either(TEXT, SETTINGS),
+    frozen_stages=whole(-1),
+    with_cp=FLAG,
+    init_cfg=optional(either(TYPED, listed(TYPED))),
+)
 
 
 class ConditionedBackbone:

@@ -1,6 +1,7 @@
 """The conditioning report: its numbers, its verdict, its page, and the page in a real browser."""
 
 import dataclasses
+import html
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from mmengine.runner import Runner
 from mmspectral.analysis import (
     JacobianSettings,
     Subject,
+    attention_projections,
     build_model,
     collect_report,
     head_jacobian,
@@ -81,7 +83,7 @@ def report(run, run_command):
 
 def test_saturation_is_that_of_each_layer_on_the_probe_tokens_of_its_width():
     model = build_model(config(), seed=0)
-    found = measure(model, "start", {}).saturations
+    found = measure(model, "start", attention_projections(model)).saturations
     assert [rho for _, rho in found] == [0.0, 0.5, 0.9] * 2
     layer = model.backbone.xca_layers[1].attn
     with torch.no_grad():
@@ -151,6 +153,28 @@ def test_history_takes_the_worst_layer_and_joins_the_logs_of_a_resumed_run(tmp_p
     assert kappa_history(tmp_path / "20260101") == {}
 
 
+def test_what_is_no_number_in_a_log_is_left_out(tmp_path):
+    lines = [
+        '{"loss": "1", "step": 1}',
+        "[1, 2]",
+        "null",
+        "[" * 10**5,
+        '{"loss": 2, "step": null}',
+        '{"loss": 3, "step": 0.5}',
+    ]
+    lines += ['{"loss": 4, "step": Infinity}', '{"loss": true, "step": 5}', '{"loss": %s, "step": 6}' % ("9" * 5000)]
+    lines += [
+        '{"conditioning/a/q/kappa_before": Infinity, "step": 7}',
+        '{"loss": NaN, "step": 8}',
+        '{"loss": 9, "step": 9}',
+    ]
+    write_log(tmp_path / "1", torn="\n".join(lines))
+    (tmp_path / "2" / "vis_data" / "scalars.json").mkdir(parents=True)
+    ((nan_step, nan), last) = training_curves(tmp_path)["loss"]
+    assert (nan_step, last) == (8, (9, 9.0)) and math.isnan(nan)
+    assert kappa_history(tmp_path) == {}
+
+
 def test_curves_of_training_are_loss_gradients_and_metrics(tmp_path):
     gradients = {f"conditioning/a/{role}/grad_norm": value for role, value in zip("qkv", (1.0, 5.0, 3.0), strict=True)}
     stock = {"conditioning/a.v/v/kappa_before": 2.0, "conditioning/a.v/v/kappa_after": 2.0}
@@ -172,13 +196,14 @@ def test_numbers_have_three_digits():
     assert [*map(format_number, (math.inf, math.nan, None))] == ["rank-deficient", "not finite", "–"]
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "_a $x_1$ & b$"])
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "_a $x_1$ & b$", "$\\frac{$\n\udce9"])
 def test_names_are_text_and_neither_markup_nor_formulas(name, tmp_path):
     data = collect_report(Subject(name, config()))
     state = dataclasses.replace(data.states[0], label=name)
     log = RunLog(tmp_path, {name: [(1, 0.5)], "loss": [(1, 0.5)]}, {})
     page = render_report(dataclasses.replace(data, states=[state, *data.states[1:]], logs={name: log}))
-    assert "<script" not in page and name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in page
+    shown = html.escape(name.encode(errors="backslashreplace").decode(), quote=False)
+    assert "<script" not in page and shown in page
     assert "Jacobian and its bound" not in page
 
 
@@ -221,7 +246,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"'neck'; choose one of backbone.xca_layers.0.attn, backbone.xca_layers.1"):
         collect_report(subject, jacobian=JacobianSettings("neck"))
     other = Subject("b.py", config(arch=dict(embed_dims=24, depth=1, num_heads=2), conditioning=None))
-    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv; a twin must be"):
+    with pytest.raises(UsageError, match=r"no attention projection backbone.xca_layers.1.attn.qkv: a twin"):
         collect_report(subject, other)
     torch.save(dict(state_dict={"fc.weight": torch.zeros(3)}), tmp_path / "foreign.pth")
     with pytest.raises(UsageError, match="matched 0 of"):

@@ -3,7 +3,6 @@
 import cv2
 import pytest
 import torch
-import torch.nn.functional as F
 from mmpretrain.models.backbones import XCiT
 from torch import nn
 
@@ -97,40 +96,52 @@ def test_multihead_attention_of_torch(separate):
     assert corrected[1].kappa == pytest.approx(kappa(query + 10 * torch.eye(8)), rel=1e-6)
 
 
-class Odd(nn.Module):
-    """A fused projection that is no attention's."""
+class Attention(nn.Module):
+    """Separate projections, or fused ones in [3][heads][d] or, as in TinyViT, [heads][3][d]."""
 
-    def __init__(self):
+    def __init__(self, heads_first=None, kv_heads=2):
         super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-
-class Grouped(nn.Module):
-    """Separate projections with fewer heads for k and v, as in language models."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads = 4
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.num_heads, self.kv_heads, self.heads_first = 2, kv_heads, heads_first
+        if heads_first is None:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 4 * heads) for heads in (2, kv_heads, kv_heads))
+        else:
+            self.qkv = nn.Linear(8, 24)
 
     def forward(self, x):
-        q, k, v = (m(x).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+        if self.heads_first is None:
+            q, k, v = (p(x).unflatten(-1, (-1, 4)) for p in (self.q_proj, self.k_proj, self.v_proj))
+            k, v = (t.repeat_interleave(2 // self.kv_heads, 2) for t in (k, v))
+        elif self.heads_first:
+            q, k, v = self.qkv(x).unflatten(-1, (2, 3, 4)).unbind(-2)
+        else:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(-3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def test_stock_backbones_are_found_by_their_names():
+class Broken(Attention):
+    def forward(self, x):
+        raise NotImplementedError
+
+
+def test_stock_projections_are_those_whose_rows_are_certain():
     model = XCiT(patch_size=8, embed_dims=16, depth=2, num_heads=2, cls_attn_layers=1)
     assert list(attention_projections(model)) == [
         *(f"xca_layers.{i}.attn.qkv" for i in range(2)),
         *(f"ca_layers.0.attn.{role}" for role in "qkv"),
     ]
     assert attention_projections(nn.Sequential(nn.Linear(3, 9))) == {}
-    found = attention_projections(nn.ModuleDict(dict(odd=Odd(), grouped=Grouped())))
-    assert {name: p.layout.num_heads for name, p in found.items()} == {
-        "grouped.q_proj": 4,
-        "grouped.k_proj": 2,
-        "grouped.v_proj": 2,
+    left_out = {}
+    layers = dict(fused=Attention(False), tiny=Attention(True), grouped=Attention(kv_heads=1), broken=Broken(False))
+    found = attention_projections(nn.ModuleDict(layers), left_out)
+    assert {name: (each.layout.num_heads, each.layout.row_order[1]) for name, each in found.items()} == {
+        "fused.qkv": (2, "3"),
+        "tiny.qkv": (2, "h"),
+        "grouped.q_proj": (2, "3"),
+        "grouped.k_proj": (1, "3"),
+        "grouped.v_proj": (1, "3"),
     }
+    assert list(left_out) == ["broken"] and left_out["broken"].startswith("broken.qkv: ")
 
 
 def test_gradient_norms_by_role():
@@ -158,10 +169,11 @@ def test_every_projection_of_a_model_and_of_its_twin_has_the_kappa_of_the_scope(
     assert (rows[1].with_.sigma[0] / rows[1].with_.sigma[-1]).item() == pytest.approx(rows[1].kappa_with)
     assert all(row.kappa_with < 1.1 < row.kappa_without for row in rows)
     assert projection_conditions(xcit(None)) == []
-    twin = projection_conditions(xcit(None), dict.fromkeys([row.layer for row in rows], scope))
+    found = attention_projections(model)
+    twin = projection_conditions(xcit(None), {row.layer: found[row.layer] for row in rows})
     assert [(row.without, row.kappa_with) for row in twin] == [(row.without, None) for row in rows]
-    with pytest.raises(ValueError, match="no attention projection nothing"):
-        projection_conditions(model, {"nothing": scope})
+    with pytest.raises(ValueError, match="no attention projection xca_layers.0.attn.qkv"):
+        projection_conditions(nn.Linear(3, 3), attention_projections(model))
 
 
 def test_plot_is_a_picture_and_needs_something_to_draw(tmp_path):
@@ -176,5 +188,5 @@ def test_plot_is_a_picture_and_needs_something_to_draw(tmp_path):
 def test_spread():
     expected = {1: "a", 2: "ae", 3: "ace", 4: "abde", 5: "abcde", 9: "abcde"}
     assert {count: "".join(spread("abcde", count)) for count in expected} == expected
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="count"):
         spread("abcde", 0)

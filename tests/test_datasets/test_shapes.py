@@ -235,5 +235,5 @@ def test_an_unwritable_place_is_named(tmp_path):
 @pytest.mark.parametrize("settings", [dict(split="test"), dict(num_images=0), dict(image_size=32), dict(seed=-1)])
 def test_wrong_settings_are_named(settings):
     (name,) = settings
-    with pytest.raises(ValueError, match=f"{name} is {settings[name]!r}"):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {settings[name]!r}"):
         ShapesDataset(**settings)

@@ -128,7 +128,7 @@ def test_random_weights_and_a_twin_without_kernel_are_warned_of(pretrained, tmp_
 
 @pytest.mark.parametrize("wrong", [dict(num_batches=0), dict(batch_size=1.5), dict(num_tokens=1), dict(fit_steps=-1)])
 def test_a_number_out_of_range_is_named(wrong):
-    with pytest.raises(ValueError, match=f"DarkCalibrationHook: {next(iter(wrong))} must be an integer"):
+    with pytest.raises(ValueError, match=f"DarkCalibrationHook: {next(iter(wrong))} must be "):
         DarkCalibrationHook(**wrong)
 
 

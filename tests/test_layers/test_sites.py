@@ -223,10 +223,10 @@ def test_include_and_exclude():
         (dict(include=["decoder", "bac"]), "'bac' match no attention projection of ModuleDict, which has back.0.qkv"),
         (dict(exclude=["neck"]), "'neck' match no"),
         (dict(exclude=["*"]), "include and exclude leave no attention projection"),
-        (dict(include="decoder"), "list of patterns, got the string"),
+        (dict(include="decoder"), "include must be .*a list"),
         (dict(layout=dict(order=FIRST)), "no entry order; it takes roles, num_heads, row_order"),
         (dict(layout=dict(row_order="[d][3]")), "row_order must be one of"),
-        (dict(layout=dict(num_heads=0)), "at least 1"),
+        (dict(layout=dict(num_heads=0)), "num_heads must be a positive integer"),
     ):
         with pytest.raises(ValueError, match=match):
             find_sites(model, **options)

@@ -170,6 +170,12 @@ def test_transformers_5_is_named_as_the_cause_of_missing_multimodal_models(insta
     assert (finding.level, finding.subject) == ("note", "transformers 5.24.0")
 
 
+def caused_by(cause):
+    error = RuntimeError("a registry could not be filled")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "module", "expected"),
     [
@@ -178,6 +184,11 @@ def test_transformers_5_is_named_as_the_cause_of_missing_multimodal_models(insta
         (AssertionError("MMCV==2.2.0 is used but incompatible"), "mmdet.models", "--force-reinstall"),
         (ModuleNotFoundError("No module named 'scipy'", name="scipy"), "mmdet.models", "pip install scipy"),
         (ModuleNotFoundError("No module named 'mmdet'", name="mmdet"), "mmdet.models", "pip install 'needed>=1'"),
+        (ModuleNotFoundError("", name="transformers.onnx"), "mmpretrain.models", "pip install 'transformers>=5.20,<6'"),
+        (ImportError("", name="transformers.modeling_utils"), "mmpretrain.models", "'transformers>=5.20,<6'"),
+        (RuntimeError("Failed to import transformers.models.bert"), "mmdet.models", "'transformers>=5.20,<6'"),
+        (caused_by(ImportError("", name="transformers")), "mmpretrain.models", "'transformers>=5.20,<6'"),
+        (ImportError("cannot import name 'x'", name="timm.layers"), "mmpretrain.models", "pip install --upgrade timm"),
     ],
 )
 def test_remedy_fits_the_cause(error, module, expected):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import cv2
 import pytest
+import torch
 from mmengine.registry import DefaultScope
 
 from mmspectral.analysis import last_metrics
+from tests.helpers import TOOLS, Call
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SUMMARY, COMPARISON = (
     runpy.run_path(str(TOOLS / name)) for name in ("misc/summarize_run.py", "analysis_tools/compare_runs.py")
 )
@@ -36,17 +37,62 @@ def test_summary_holds_metrics_versions_and_pictures(run):
         assert cv2.imread(str(run / name)).std() > 5
 
 
-def test_unfinished_runs_are_named(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no config"):
-        SUMMARY["summarize_run"](tmp_path / "empty", 1, 0.5, {})
-    (run / "epoch_1.pth").unlink()
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        SUMMARY["summarize_run"](run, 1, 0.5, {})
-    for log in run.glob("*/vis_data/scalars.json"):
-        log.write_text("")
-    with pytest.raises(FileNotFoundError, match="no log with a validation"):
-        last_metrics(run)
+def hostile(path):
+    torch.save(dict(state_dict={}, meta=Call(Path("ran").touch)), path)
+
+
+def of_another_model(path):
+    torch.save(dict(state_dict={"fc.weight": torch.zeros(3)}), path)
+
+
+def without_the_head(path):
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["state_dict"]["roi_head.bbox_head.fc_cls.weight"]
+    torch.save(checkpoint, path)
+
+
+LOG, CHECKPOINT, CONFIG = "*/vis_data/scalars.json", "epoch_1.pth", "*.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (LOG, lambda path: path.write_text(""), "no log with a validation"),
+        (
+            LOG,
+            lambda path: path.write_bytes(b'\xff\x00[1, 2]\n{"coco/bbox_mAP": "0.5", "step": 1}'),
+            "no log with a val",
+        ),
+        (CHECKPOINT, Path.unlink, "no checkpoint"),
+        (CHECKPOINT, lambda path: path.rename(path.with_name("epoch_last.pth")), "no checkpoint"),
+        (CHECKPOINT, lambda path: (path.unlink(), path.mkdir()), "no checkpoint"),
+        (CHECKPOINT, lambda path: path.write_bytes(path.read_bytes()[:5000]), "epoch_1.pth"),
+        (CHECKPOINT, hostile, "epoch_1.pth"),
+        (CHECKPOINT, of_another_model, "matched 0 of"),
+        (CHECKPOINT, without_the_head, "lacks roi_head.bbox_head.fc_cls.weight"),
+        (CONFIG, Path.unlink, "holds no config"),
+        (CONFIG, lambda path: path.write_text("model = dict("), "is no config of a model"),
+        (CONFIG, lambda path: path.write_text("x = 1"), "is no config of a model"),
+    ],
+)
+def test_what_is_wrong_in_a_folder_is_one_line(run, monkeypatch, capsys, loaders, file, damage, message):
+    tool = SUMMARY if file is CONFIG or damage is hostile else COMPARISON
+    monkeypatch.chdir(run.parent)
+    for path in run.glob(file):
+        damage(path)
+    monkeypatch.setattr(sys, "argv", ["tool.py", str(run)])
+    with pytest.raises(SystemExit) as stopped:
+        tool["main"]()
+    errors = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and message in errors[-1] and len(errors) < 3
+    assert not Path("ran").exists()
+
+
+def test_the_last_line_of_a_log_may_be_torn(run):
+    (log,) = run.glob(LOG)
+    before = last_metrics(run)
+    log.write_text(log.read_text() + '{"coco/bbox_mAP": 0.9, "coc')
+    assert last_metrics(run) == before
 
 
 def test_comparison_reads_a_run(run):

@@ -5,13 +5,17 @@ usage: compare_runs.py work_dirs/stock-seed0 work_dirs/stock-seed1 work_dirs/spe
 """
 
 import argparse
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SEED_SUFFIX = re.compile(r"-seed(\d+)$")
+from mmspectral.arguments import report_usage_errors
+from mmspectral.errors import UsageError
+
+SEED_SUFFIX = re.compile(r"-seed(\d{1,9})$")
 
 
 class Run(NamedTuple):
@@ -31,20 +35,14 @@ class Run(NamedTuple):
 
 def read_run(folder: Path) -> Run:
     """Read the folder of a finished run of ``tools/train.py`` named ``...-seedN``."""
-    from mmengine.runner import load_checkpoint
-
-    from mmspectral.analysis import build_model, last_checkpoint, last_metrics, run_config
-    from mmspectral.compat import use_safe_loading
+    from mmspectral.analysis import build_model, last_checkpoint, last_metrics, load_weights, run_config
 
     cfg, checkpoint, metrics = run_config(folder), last_checkpoint(folder), last_metrics(folder)
-    use_safe_loading()
-    if cfg.model.backbone.get("init_cfg"):
-        cfg.model.backbone.init_cfg = None
     match = SEED_SUFFIX.search(folder.name)
     model = build_model(cfg, int(match[1]))
     start = median_kappa(model)
-    load_checkpoint(model, str(checkpoint), map_location="cpu")
-    ends = (metrics["coco/bbox_mAP"], metrics["coco/segm_mAP"], start, median_kappa(model))
+    load_weights(model, checkpoint)
+    ends = (metrics["coco/bbox_mAP"], metrics.get("coco/segm_mAP", math.nan), start, median_kappa(model))
     return Run(folder.name[: match.start()], int(match[1]), *ends)
 
 
@@ -52,6 +50,8 @@ def median_kappa(model) -> float:
     from mmspectral.analysis import attention_projections
 
     spectra = [pair for projection in attention_projections(model).values() for pair in projection.spectra().values()]
+    if not spectra:
+        raise UsageError("the model of the run has no attention projection whose condition number could be compared.")
     return statistics.median(effective.kappa for _, effective in spectra)
 
 
@@ -71,6 +71,8 @@ def comparison_table(runs: Sequence[Run]) -> str:
 
 
 def spread(values: Sequence[float], form: Callable[[float], str]) -> str:
+    if any(map(math.isnan, values)):
+        return "not known"
     return f"{form(statistics.mean(values))} ({form(min(values))} to {form(max(values))})"
 
 
@@ -78,6 +80,7 @@ def short(kappa: float) -> str:
     return f"{kappa:.0f}" if kappa >= 100 else f"{kappa:.3g}"
 
 
+@report_usage_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="WORK_DIR", help="folder of a run, named ...-seedN")
@@ -87,10 +90,7 @@ def main() -> None:
             parser.error(f"there is no folder {folder}.")
         if not SEED_SUFFIX.search(folder.name):
             parser.error(f"{folder}: the name must end in -seedN, so that runs of one config can be grouped.")
-    try:
-        runs = [read_run(folder) for folder in args.runs]
-    except FileNotFoundError as error:
-        parser.error(str(error))
+    runs = [read_run(folder) for folder in args.runs]
     print(comparison_table(runs))
 
 

@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from copy import deepcopy
 from pathlib import Path
+
+from mmspectral.arguments import report_usage_errors
 
 PACKAGES = ("mmspectral", "torch", "torchvision", "mmengine", "mmcv", "mmdet", "mmpretrain")
 
@@ -26,20 +27,15 @@ def summarize_run(work_dir: Path, num_images: int, score_thr: float, extra: dict
     """Write ``summary.json`` (returned), ``predictions.png`` and, of a conditioned model, ``conditioning.png``."""
     from mmdet.registry import DATASETS, MODELS
     from mmengine.registry import DefaultScope
-    from mmengine.runner import load_checkpoint
 
     from mmspectral import analysis
-    from mmspectral.compat import use_safe_loading
 
     cfg, checkpoint = analysis.run_config(work_dir), analysis.last_checkpoint(work_dir)
     metrics = analysis.last_metrics(work_dir)
-    use_safe_loading()
-    model_cfg = deepcopy(cfg.model)
-    model_cfg.backbone.init_cfg = None
     with DefaultScope.overwrite_default_scope(cfg.get("default_scope", "mmdet")):
-        model = MODELS.build(model_cfg)
+        model = MODELS.build(cfg.model)
         dataset = DATASETS.build(cfg.val_dataloader.dataset)
-    load_checkpoint(model, str(checkpoint), map_location="cpu")
+    analysis.load_weights(model, checkpoint)
     samples = predict(model.eval(), dataset, num_images)
     classes, palette = dataset.metainfo["classes"], dataset.metainfo["palette"]
     analysis.draw_prediction_sheet(samples, str(work_dir / "predictions.png"), classes, palette, score_thr)
@@ -66,6 +62,7 @@ def predict(model, dataset, num_images: int) -> list:
         return [model.test_step(pseudo_collate([dataset[i]]))[0].cpu() for i in chosen]
 
 
+@report_usage_errors
 def main() -> None:
     args = parse_args()
     seconds = {"train_seconds": args.train_seconds, "setup_seconds": args.setup_seconds}

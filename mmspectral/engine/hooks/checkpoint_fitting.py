@@ -4,6 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import BaseLoop, Runner
 
+from mmspectral.arguments import checked, real
 from mmspectral.checkpoints import fit_to_model, fit_whole
 from mmspectral.registry import HOOKS
 
@@ -20,6 +21,7 @@ class CheckpointFittingHook(Hook):
 
     priority = "VERY_HIGH"  # the EMA hook, which comes later, copies the weights from the checkpoint
 
+    @checked(min_matched=real(0, 1))
     def __init__(self, min_matched: float = 0.9) -> None:
         self.min_matched = min_matched
 

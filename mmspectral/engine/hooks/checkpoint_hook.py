@@ -9,6 +9,7 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.logging import print_log
 from mmengine.runner import Runner
 
+from mmspectral.arguments import SETTINGS, checked, optional, whole
 from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.registry import HOOKS
 
@@ -64,6 +65,7 @@ class CheckpointHook(mmengine.hooks.CheckpointHook):
         **kwargs: As mmengine's.
     """
 
+    @checked(interval=whole(-1), max_keep_ckpts=whole(-1), backend_args=optional(SETTINGS), tolerated_failures=whole(0))
     def __init__(
         self,
         interval: int = -1,

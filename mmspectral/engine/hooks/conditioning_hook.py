@@ -14,6 +14,7 @@ Scalars of the visualizer's backends (``vis_data/scalars.json``, TensorBoard, ..
 value that is not finite is no JSON: it is left out, and ``{name}_non_finite`` is 1.
 """
 
+import logging
 import math
 import re
 import time
@@ -23,12 +24,14 @@ from functools import partial
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmspectral.analysis.projections import AttentionProjection, attention_projections, spread
+from mmspectral.arguments import FLAG, REGEX, checked, listed, one_of, optional, whole
 from mmspectral.layers import attention_layers, saturation
 from mmspectral.registry import HOOKS
 
@@ -76,6 +79,15 @@ class ConditioningHook(Hook):
 
     priority = "NORMAL"
 
+    @checked(
+        interval=whole(1),
+        by_epoch=FLAG,
+        layers=optional(REGEX),
+        max_layers=whole(1),
+        statistics=listed(one_of(*STATISTICS), least=1),
+        max_samples=whole(1),
+        max_tokens=whole(1),
+    )
     def __init__(
         self,
         interval: int = 500,
@@ -86,12 +98,6 @@ class ConditioningHook(Hook):
         max_samples: int = 2,
         max_tokens: int = 1024,
     ) -> None:
-        limits = dict(interval=interval, max_layers=max_layers, max_samples=max_samples, max_tokens=max_tokens)
-        for name, value in limits.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"ConditioningHook: {name} must be a positive integer, got {value!r}.")
-        if isinstance(statistics, str) or not statistics or not set(statistics) <= set(STATISTICS):
-            raise ValueError(f"ConditioningHook: statistics must be a list out of {STATISTICS}, got {statistics!r}.")
         self.interval = interval
         self.by_epoch = by_epoch
         self.layers = layers
@@ -160,7 +166,10 @@ class ConditioningHook(Hook):
         return self.every_n_train_iters(runner, self.interval)
 
     def _choose(self, model: nn.Module) -> None:
-        projections, attentions = attention_projections(model), attention_layers(model)
+        left_out: dict[str, str] = {}
+        projections, attentions = attention_projections(model, left_out), attention_layers(model)
+        for reason in left_out.values():
+            print_log(f"ConditioningHook: not measured: {reason}", "current", logging.WARNING)
         names = list(dict.fromkeys([*(name.rpartition(".")[0] for name in projections), *attentions]))
         if not names:
             raise ValueError(

@@ -15,6 +15,7 @@ from mmspectral.analysis import (
     calibration_table,
     see,
 )
+from mmspectral.arguments import checked, whole
 from mmspectral.engine.hooks.feature_redraw_hook import averaged_models
 from mmspectral.registry import HOOKS
 
@@ -43,13 +44,10 @@ class DarkCalibrationHook(Hook):
 
     priority = "LOW"  # after EMAHook, usually NORMAL: mmpretrain's loads averaged weights into the model
 
+    @checked(num_batches=whole(1), batch_size=whole(1), num_tokens=whole(2), fit_steps=whole(0), seed=whole(0))
     def __init__(
         self, num_batches: int = 8, batch_size: int = 4, num_tokens: int = 256, fit_steps: int = 300, seed: int = 0
     ) -> None:
-        least = dict(num_batches=1, batch_size=1, num_tokens=2, fit_steps=0)
-        for name, value in zip(least, (num_batches, batch_size, num_tokens, fit_steps), strict=True):
-            if not isinstance(value, int) or value < least[name]:
-                raise ValueError(f"DarkCalibrationHook: {name} must be an integer >= {least[name]}, got {value!r}.")
         self.images = dict(num_batches=num_batches, batch_size=batch_size, seed=seed)
         self.options = dict(num_tokens=num_tokens, fit=Fit(fit_steps) if fit_steps else None, seed=seed)
 

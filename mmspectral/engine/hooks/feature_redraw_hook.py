@@ -7,6 +7,7 @@ from mmengine.hooks.hook import DATA_BATCH
 from mmengine.model import BaseAveragedModel
 from mmengine.runner import EpochBasedTrainLoop, Runner
 
+from mmspectral.arguments import FLAG, checked, whole
 from mmspectral.layers import feature_kernels
 from mmspectral.registry import HOOKS
 
@@ -34,12 +35,8 @@ class FeatureRedrawHook(Hook):
 
     priority = "BELOW_NORMAL"  # after EMAHook, usually NORMAL: a mean of equals may be rounded; before checkpoints
 
+    @checked(interval=whole(1), by_epoch=FLAG)
     def __init__(self, interval: int, by_epoch: bool = False) -> None:
-        if not isinstance(interval, int) or interval < 1:
-            raise ValueError(
-                f"FeatureRedrawHook: interval must be a positive integer, got {interval!r}; to keep the first draws, "
-                "leave the hook out."
-            )
         self.interval = interval
         self.by_epoch = by_epoch
 

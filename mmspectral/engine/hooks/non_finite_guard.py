@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmspectral.analysis.projections import attention_projections
+from mmspectral.arguments import checked, whole
 from mmspectral.layers import attention_layers, probe_tokens
 from mmspectral.registry import HOOKS
 
@@ -43,9 +44,8 @@ class NonFiniteGuardHook(Hook):
         ValueError: ``max_skipped`` is less than 1.
     """
 
+    @checked(max_skipped=whole(1))
     def __init__(self, max_skipped: int = 10) -> None:
-        if not isinstance(max_skipped, int) or max_skipped < 1:
-            raise ValueError(f"NonFiniteGuardHook: max_skipped must be a positive integer, got {max_skipped!r}.")
         self.max_skipped = max_skipped
         self._handles = []
         self._losses: dict[str, Tensor] = {}

@@ -6,11 +6,12 @@ from mmcv.cnn.bricks.transformer import PatchEmbed
 from mmpretrain.models.backbones.davit import DaViT, DaViTBlock, DaViTDownSample
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, checked, either, one_of, whole
 from mmspectral.layers import build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.channel import SpectralChannelAttention
 from mmspectral.models.attention.window import SpectralDaViTWindowMSA
-from mmspectral.models.sites import Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
+from mmspectral.models.sites import BACKBONE, INDICES, Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
 from mmspectral.registry import MODELS
 
 
@@ -64,6 +65,13 @@ class SpectralDaViT(StagedBackbone, DaViT):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
+    @checked(
+        **BACKBONE,
+        out_indices=INDICES,
+        pad_small_map=FLAG,
+        stem_padding=either(one_of("same", "corner"), whole(0)),
+        gap_before_final_norm=FLAG,
+    )
     def __init__(
         self,
         arch: str | dict = "tiny",
@@ -78,7 +86,10 @@ class SpectralDaViT(StagedBackbone, DaViT):
         init_cfg: dict | None = None,
         **kwargs,
     ) -> None:
-        conditioning, channel_conditioning = build_conditioning(conditioning), build_conditioning(channel_conditioning)
+        conditioning, channel_conditioning = (
+            build_conditioning(conditioning),
+            build_conditioning(channel_conditioning, "channel_conditioning"),
+        )
         if kwargs.get("out_after_downsample"):
             raise ValueError(
                 "out_after_downsample=True is not supported: mmpretrain builds its norms for the channels "

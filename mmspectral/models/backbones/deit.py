@@ -5,6 +5,7 @@ from mmengine.model.weight_init import trunc_normal_
 from mmpretrain.models.backbones import DistilledVisionTransformer
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, checked
 from mmspectral.models.backbones.vit import SpectralViT
 from mmspectral.registry import MODELS
 
@@ -32,6 +33,7 @@ class SpectralDeiT(SpectralViT):
         ValueError: ``distillation`` without a class token, or as in :class:`SpectralViT`.
     """
 
+    @checked(distillation=FLAG)
     def __init__(self, arch: str | dict = "deit-base", *, distillation: bool = False, **kwargs) -> None:
         if distillation and not kwargs.get("with_cls_token", True):
             raise ValueError("distillation=True needs the class token; remove with_cls_token=False.")

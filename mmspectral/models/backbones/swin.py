@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from mmpretrain.models.backbones import SwinTransformer
 from mmpretrain.models.backbones.swin_transformer import SwinBlock
 
+from mmspectral.arguments import FLAG, checked, optional
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.window import AnySizeShiftWindowMSA, SpectralWindowMSA
-from mmspectral.models.sites import Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
+from mmspectral.models.sites import BACKBONE, INDICES, Recomputed, StagedBackbone, check_frozen_stages, resolve_indices
 from mmspectral.registry import MODELS
 
 # As in Microsoft's code and timm: learned positions are not decayed.
@@ -56,6 +57,7 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
+    @checked(**BACKBONE, out_indices=optional(INDICES), pad_small_map=optional(FLAG))
     def __init__(
         self,
         arch: str | dict = "tiny",

@@ -7,11 +7,14 @@ from mmengine.logging import print_log
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer, VisionTransformer
 from torch import nn
 
+from mmspectral.arguments import checked, listed, optional, whole
 from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
 from mmspectral.models.sites import (
+    BACKBONE,
+    INDICES,
     ConditionedBackbone,
     Recomputed,
     check_frozen_stages,
@@ -64,6 +67,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
+    @checked(**BACKBONE, out_indices=INDICES, pretrained_grid=optional(listed(whole(1), 2, 2)))
     def __init__(
         self,
         arch: str | dict = "base",

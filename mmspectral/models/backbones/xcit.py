@@ -10,10 +10,13 @@ from mmpretrain.models.backbones.xcit import ClassAttentionBlock, XCABlock, XCiT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmspectral.arguments import FLAG, TYPED, checked, one_of, optional, whole
 from mmspectral.layers import build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.xca import SpectralXCA, condition_class_attention
 from mmspectral.models.sites import (
+    BACKBONE,
+    INDICES,
     ConditionedBackbone,
     Recomputed,
     check_frozen_stages,
@@ -83,6 +86,14 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         ValueError: Unknown ``arch``; ``out_indices`` or ``frozen_stages`` out of range.
     """
 
+    @checked(
+        **BACKBONE,
+        out_indices=optional(INDICES),
+        patch_size=whole(1),
+        out_type=one_of("raw", "featmap", "avg_featmap", "cls_token"),
+        norm_eval=FLAG,
+        bn_norm_cfg=optional(TYPED),
+    )
     def __init__(
         self,
         arch: str | dict = "small-12",
@@ -99,7 +110,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         **kwargs,
     ) -> None:
         conditioning = build_conditioning(conditioning)
-        class_attention_conditioning = build_conditioning(class_attention_conditioning)
+        class_attention_conditioning = build_conditioning(class_attention_conditioning, "class_attention_conditioning")
         kwargs = _arch_settings(arch, kwargs)
         depth = kwargs["depth"]
         whole_depths = dict(xca_layers=depth, ca_layers=kwargs.get("cls_attn_layers", 2))

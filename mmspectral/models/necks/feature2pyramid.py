@@ -6,6 +6,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from mmspectral.arguments import FLAG, TYPED, checked, either, listed, optional, real, whole
 from mmspectral.models.sites import usable_norm_cfg
 from mmspectral.registry import MODELS
 
@@ -35,6 +36,14 @@ class Feature2Pyramid(BaseModule):
         ValueError: A scale that is not a supported power of two.
     """
 
+    @checked(
+        in_channels=whole(1),
+        scales=listed(real(above=0), least=1),
+        norm_cfg=optional(TYPED),
+        from_last_map=FLAG,
+        halve_channels=FLAG,
+        init_cfg=optional(either(TYPED, listed(TYPED))),
+    )
     def __init__(
         self,
         in_channels: int,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmspectral.arguments import check, listed, one_of, whole
+
 SCOPES = ("full", "head")
 ROW_ORDERS = ("[3][heads][d]", "[heads][3][d]")
 
@@ -35,13 +37,12 @@ class ProjectionLayout:
     row_order: str = ROW_ORDERS[0]
 
     def __post_init__(self):
-        object.__setattr__(self, "roles", tuple(self.roles))
-        if self.row_order not in ROW_ORDERS:
-            raise ValueError(f"row_order must be one of {ROW_ORDERS}, got {self.row_order!r}.")
-        if not self.roles or len(set(self.roles)) != len(self.roles):
-            raise ValueError(f"roles must name each projection once, got {self.roles}.")
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}.")
+        roles = tuple(check("roles", self.roles, listed(one_of("q", "k", "v"), least=1)))
+        object.__setattr__(self, "roles", roles)
+        object.__setattr__(self, "num_heads", check("num_heads", self.num_heads, whole(1)))
+        check("row_order", self.row_order, one_of(*ROW_ORDERS))
+        if len(set(roles)) != len(roles):
+            raise ValueError(f"roles must name each projection once, got {roles}.")
 
     @property
     def heads_first(self) -> bool:
