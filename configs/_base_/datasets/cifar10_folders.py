@@ -1,0 +1,32 @@
+"""CIFAR-10 as a folder of images per class: train/CLASS/*, test/CLASS/* below MMSPECTRAL_CIFAR (default data/cifar10)."""
+
+_base_ = ["mmpretrain::_base_/default_runtime.py", "../runtime.py"]
+
+data_root = "{{$MMSPECTRAL_CIFAR:data/cifar10}}"
+data_preprocessor = dict(
+    num_classes=10, mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=True
+)
+train_pipeline = [
+    _base_.image_loader,
+    dict(type="RandomCrop", crop_size=32, padding=4),
+    dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+    dict(type="PackInputs"),
+]
+test_pipeline = [_base_.image_loader, dict(type="PackInputs")]
+# No workers: 32-pixel images are read in less time than it takes to hand them over. A GPU wants num_workers=8.
+train_dataloader = dict(
+    batch_size=64,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=True),
+    dataset=dict(type="CustomDataset", data_root=data_root, data_prefix="train", pipeline=train_pipeline),
+)
+val_dataloader = dict(
+    batch_size=250,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    dataset=dict(type="CustomDataset", data_root=data_root, data_prefix="test", pipeline=test_pipeline),
+)
+test_dataloader = val_dataloader
+val_evaluator = dict(type="Accuracy", topk=(1,))
+test_evaluator = val_evaluator
+default_hooks = dict(_base_.exact_resume, logger=dict(interval=20))

@@ -1,0 +1,17 @@
+"""CIFAR-10, a small spectral Swin of 64 patches and two stages. Figures: README.md of this folder."""
+
+_base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
+
+model = dict(
+    type="ImageClassifier",
+    backbone=dict(
+        type="mmspectral.SpectralSwin",
+        arch=dict(embed_dims=48, depths=[2, 4], num_heads=[2, 4]),
+        img_size=32,
+        window_size=4,
+        drop_path_rate=0.0,
+        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
+    ),
+    neck=dict(type="GlobalAveragePooling"),
+    head=dict(type="LinearClsHead", num_classes=10, in_channels=96),
+)

@@ -1,0 +1,15 @@
+"""CIFAR-10, a small spectral ViT of 16 patches. Figures: README.md of this folder."""
+
+_base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
+
+model = dict(
+    type="ImageClassifier",
+    backbone=dict(
+        type="mmspectral.SpectralViT",
+        arch=dict(embed_dims=96, num_layers=6, num_heads=3, feedforward_channels=288),
+        img_size=32,
+        patch_size=8,
+        conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
+    ),
+    head=dict(type="VisionTransformerClsHead", num_classes=10, in_channels=96),
+)
