@@ -3,12 +3,9 @@
 _base_ = ["mmpretrain::_base_/default_runtime.py", "../runtime.py"]
 
 data_root = "{{$MMSPECTRAL_CIFAR:data/cifar10}}"
-data_preprocessor = dict(
-    num_classes=10, mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=True
-)
+data_preprocessor = dict(num_classes=10, mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=True)
 train_pipeline = [
     _base_.image_loader,
-    dict(type="RandomCrop", crop_size=32, padding=4),
     dict(type="RandomFlip", prob=0.5, direction="horizontal"),
     dict(type="PackInputs"),
 ]

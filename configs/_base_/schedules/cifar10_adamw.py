@@ -1,4 +1,4 @@
-"""AdamW with a linear warm-up and a cosine to zero, 10 epochs. Gradient norms are logged and nothing is clipped."""
+"""AdamW, 10 epochs; 200 updates of warm-up, multiplied by a cosine to zero. Gradient norms are logged and nothing is clipped."""
 
 train_cfg = dict(by_epoch=True, max_epochs=10, val_interval=1)
 val_cfg = dict()
@@ -6,7 +6,9 @@ test_cfg = dict()
 optim_wrapper = dict(
     optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.05),
     paramwise_cfg=dict(
-        norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0,
+        norm_decay_mult=0.0,
+        bias_decay_mult=0.0,
+        flat_decay_mult=0.0,
         custom_keys={
             ".cls_token": dict(decay_mult=0.0),
             ".dist_token": dict(decay_mult=0.0),
@@ -17,7 +19,7 @@ optim_wrapper = dict(
     clip_grad=dict(max_norm=1e6),
 )
 param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=1, end=10, convert_to_iter_based=True),
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=200),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=10, convert_to_iter_based=True),
 ]
 auto_scale_lr = dict(base_batch_size=64, enable=False)

@@ -1,0 +1,17 @@
+"""CIFAR-10, spectral Swin of 64 patches and two stages, for a GPU: 100 epochs. Not trained here."""
+
+_base_ = "./spectral-swin-d48-p4-w4_1xb64_cifar10.py"
+
+model = dict(
+    backbone=dict(arch=dict(embed_dims=96, depths=[2, 6], num_heads=[3, 6]), drop_path_rate=0.1),
+    head=dict(in_channels=192),
+)
+
+train_dataloader = dict(batch_size=128, num_workers=8)
+train_cfg = dict(max_epochs=100)
+optim_wrapper = dict(optimizer=dict(lr=1e-3))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2000),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=100, convert_to_iter_based=True),
+]
+auto_scale_lr = dict(base_batch_size=128)
