@@ -126,7 +126,7 @@ def test_holm_by_hand():
 def test_resampling_covers_the_spread_of_images():
     """With one outcome for all seeds the interval is that of the mean over the images."""
     gain = np.random.default_rng(2).choice([1, 0, -1], size=3000, p=[0.2, 0.7, 0.1]).astype(np.int8)
-    low, high = study.resampled_interval({"vit": {seed: gain for seed in range(3)}})
+    low, high = study.resampled_interval({"vit": dict.fromkeys(range(3), gain)})
     half = 1.96 * gain.std() / math.sqrt(3000)
     assert (low, high) == pytest.approx((gain.mean() - half, gain.mean() + half), abs=0.1 * half)
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 as a folder of images per class: train/CLASS/*, test/CLASS/* below MMSPECTRAL_CIFAR (default data/cifar10)."""
+"""CIFAR-10 as train/CLASS/* and test/CLASS/* below MMSPECTRAL_CIFAR, by default data/cifar10."""
 
 _base_ = ["mmpretrain::_base_/default_runtime.py", "../runtime.py"]
 

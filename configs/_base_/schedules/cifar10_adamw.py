@@ -1,4 +1,4 @@
-"""AdamW, 10 epochs; 200 updates of warm-up, multiplied by a cosine to zero. Gradient norms are logged and nothing is clipped."""
+"""AdamW, 10 epochs, 200 updates of warm-up times a cosine to zero; gradient norms are logged, nothing is clipped."""
 
 train_cfg = dict(by_epoch=True, max_epochs=10, val_interval=1)
 val_cfg = dict()
