@@ -1,11 +1,10 @@
 """CIFAR-10, spectral DeiT of 64 patches with a distillation token, for a GPU: 100 epochs. Not trained here."""
 
-_base_ = "./spectral-deit-d128-p8-distilled_1xb64_cifar10.py"
+_base_ = "./spectral-deit-d96-p4-distilled_1xb64_cifar10.py"
 
 model = dict(
     backbone=dict(
         arch=dict(embed_dims=192, num_layers=8, num_heads=6, feedforward_channels=768),
-        patch_size=4,
         drop_path_rate=0.1,
     ),
     head=dict(in_channels=192),

@@ -1,9 +1,9 @@
 """CIFAR-10, spectral ViT of 64 patches, for a GPU: 100 epochs. Not trained here."""
 
-_base_ = "./spectral-vit-d96-p8_1xb64_cifar10.py"
+_base_ = "./spectral-vit-d96-p4_1xb64_cifar10.py"
 
 model = dict(
-    backbone=dict(arch=dict(embed_dims=192, num_heads=6, feedforward_channels=768), patch_size=4, drop_path_rate=0.1),
+    backbone=dict(arch=dict(embed_dims=192, num_layers=6, num_heads=6, feedforward_channels=768), drop_path_rate=0.1),
     head=dict(in_channels=192),
 )
 

@@ -38,8 +38,8 @@ CONFIGS = {
     "xcit": "xcit-d96-p8_1xb64_cifar10.py",
     "swin": "swin-d48-p4-w4_1xb64_cifar10.py",
     "davit": "davit-d48-p4-w4_1xb64_cifar10.py",
-    "vit": "vit-d96-p8_1xb64_cifar10.py",
-    "deit": "deit-d128-p8-distilled_1xb64_cifar10.py",
+    "vit": "vit-d96-p4_1xb64_cifar10.py",
+    "deit": "deit-d96-p4-distilled_1xb64_cifar10.py",
 }
 FORMS = {
     "none": None,

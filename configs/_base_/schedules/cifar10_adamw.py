@@ -1,6 +1,6 @@
-"""AdamW, 10 epochs, 200 updates of warm-up times a cosine to zero; gradient norms are logged, nothing is clipped."""
+"""AdamW, 5 epochs, 200 updates of warm-up times a cosine to zero; gradient norms are logged, nothing is clipped."""
 
-train_cfg = dict(by_epoch=True, max_epochs=10, val_interval=1)
+train_cfg = dict(by_epoch=True, max_epochs=5, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 optim_wrapper = dict(
@@ -20,6 +20,6 @@ optim_wrapper = dict(
 )
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=200),
-    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=10, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=5, convert_to_iter_based=True),
 ]
 auto_scale_lr = dict(base_batch_size=64, enable=False)

@@ -1,5 +1,5 @@
 """Stock twin: no conditioning."""
 
-_base_ = "./spectral-vit-d96-p8_1xb64_cifar10.py"
+_base_ = "./spectral-deit-d96-p4-distilled_1xb64_cifar10.py"
 
 model = dict(backbone=dict(conditioning=None))

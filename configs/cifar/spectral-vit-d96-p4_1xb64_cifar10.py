@@ -1,4 +1,4 @@
-"""CIFAR-10, a small spectral ViT of 16 patches. Figures: README.md of this folder."""
+"""CIFAR-10, a small spectral ViT of 64 patches. Figures: README.md of this folder."""
 
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
@@ -6,9 +6,9 @@ model = dict(
     type="ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralViT",
-        arch=dict(embed_dims=96, num_layers=6, num_heads=3, feedforward_channels=288),
+        arch=dict(embed_dims=96, num_layers=4, num_heads=3, feedforward_channels=192),
         img_size=32,
-        patch_size=8,
+        patch_size=4,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
     head=dict(type="VisionTransformerClsHead", num_classes=10, in_channels=96),

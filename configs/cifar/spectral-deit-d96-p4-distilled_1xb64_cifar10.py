@@ -1,4 +1,4 @@
-"""CIFAR-10, a small spectral DeiT of 16 patches with a distillation token. Figures: README.md of this folder.
+"""CIFAR-10, a small spectral DeiT of 64 patches with a distillation token. Figures: README.md of this folder.
 
 There is no teacher in mmpretrain: this trains the mean of both heads on the labels.
 """
@@ -9,11 +9,11 @@ model = dict(
     type="ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralDeiT",
-        arch=dict(embed_dims=128, num_layers=4, num_heads=4, feedforward_channels=256),
+        arch=dict(embed_dims=96, num_layers=4, num_heads=4, feedforward_channels=192),
         img_size=32,
-        patch_size=8,
+        patch_size=4,
         distillation=True,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
-    head=dict(type="DeiTClsHead", num_classes=10, in_channels=128),
+    head=dict(type="DeiTClsHead", num_classes=10, in_channels=96),
 )
