@@ -10,11 +10,9 @@ model = dict(
     head=dict(in_channels=192),
 )
 
-train_dataloader = dict(batch_size=128, num_workers=8)
+train_pipeline = _base_.long_train_pipeline
+train_dataloader = dict(batch_size=128, num_workers=8, dataset=dict(pipeline=train_pipeline))
 train_cfg = dict(max_epochs=100)
 optim_wrapper = dict(optimizer=dict(lr=1e-3))
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2000),
-    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=100, convert_to_iter_based=True),
-]
+param_scheduler = _base_.long_param_scheduler
 auto_scale_lr = dict(base_batch_size=128)

@@ -9,6 +9,12 @@ train_pipeline = [
     dict(type="RandomFlip", prob=0.5, direction="horizontal"),
     dict(type="PackInputs"),
 ]
+# For more than a few epochs; in fewer, the borders that a crop brings in cost more than it gives.
+long_train_pipeline = [
+    train_pipeline[0],
+    dict(type="RandomCrop", crop_size=32, padding=4, padding_mode="reflect"),
+    *train_pipeline[1:],
+]
 test_pipeline = [_base_.image_loader, dict(type="PackInputs")]
 # No workers: 32-pixel images are read in less time than it takes to hand them over. A GPU wants num_workers=8.
 train_dataloader = dict(

@@ -22,4 +22,8 @@ param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=200),
     dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=5, convert_to_iter_based=True),
 ]
+long_param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2000),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, end=100, convert_to_iter_based=True),
+]
 auto_scale_lr = dict(base_batch_size=64, enable=False)
