@@ -38,10 +38,11 @@ class _Settings:
     num_images: int
     image_size: int
     seed: int
+    colour_cue: bool = True
     version: int = _VERSION
 
     @classmethod
-    def of(cls, split: str, num_images: int | None, image_size: int, seed: int) -> "_Settings":
+    def of(cls, split: str, num_images: int | None, image_size: int, seed: int, colour_cue: bool = True) -> "_Settings":
         if split not in _DEFAULT_COUNTS:
             raise ValueError(f"split is {split!r}; the shapes set has {' and '.join(map(repr, _DEFAULT_COUNTS))}.")
         num_images = _DEFAULT_COUNTS[split] if num_images is None else num_images
@@ -51,11 +52,12 @@ class _Settings:
             raise ValueError(f"image_size is {image_size}; shapes need images of at least {_MIN_SIZE} pixels.")
         if seed < 0:
             raise ValueError(f"seed is {seed}; give 0 or a positive integer.")
-        return cls(split, num_images, image_size, seed)
+        return cls(split, num_images, image_size, seed, colour_cue)
 
     @property
     def folder_name(self) -> str:
-        return f"shapes-v{self.version}-{self.split}{self.num_images}-{self.image_size}px-seed{self.seed}"
+        name = f"shapes-v{self.version}-{self.split}{self.num_images}-{self.image_size}px-seed{self.seed}"
+        return name if self.colour_cue else f"{name}-no-colour-cue"
 
     @property
     def images(self) -> str:
@@ -91,7 +93,8 @@ def _draw(settings: _Settings, folder: Path) -> str:
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(settings.num_images):
-        pixels, drawn = render(settings.seed, list(_DEFAULT_COUNTS).index(settings.split), index, settings.image_size)
+        split_index = list(_DEFAULT_COUNTS).index(settings.split)
+        pixels, drawn = render(settings.seed, split_index, index, settings.image_size, settings.colour_cue)
         digest.update(pixels.tobytes())
         name, size = f"{index + 1:012d}.png", settings.image_size
         images.append({"id": index + 1, "file_name": name, "width": size, "height": size})
@@ -239,6 +242,8 @@ class ShapesDataset(CocoDataset):
         num_images: By default 400 for ``"train"`` and 100 for ``"val"``.
         image_size: Side of the square images in pixels, at least 64.
         seed: Seed of the drawing.
+        colour_cue: Whether each class has colours of its own. Without, colour says
+            nothing of the class, which is much harder to learn.
         **kwargs: Passed to :class:`mmdet.datasets.CocoDataset`.
 
     Raises:
@@ -261,9 +266,10 @@ class ShapesDataset(CocoDataset):
         num_images: int | None = None,
         image_size: int = _DEFAULT_SIZE,
         seed: int = _DEFAULT_SEED,
+        colour_cue: bool = True,
         **kwargs,
     ) -> None:
-        self._settings = _Settings.of(split, num_images, image_size, seed)
+        self._settings = _Settings.of(split, num_images, image_size, seed, colour_cue)
         self._folder = _data_root(data_root) / self._settings.folder_name
         super().__init__(
             ann_file=ann_file or self._settings.annotations,
