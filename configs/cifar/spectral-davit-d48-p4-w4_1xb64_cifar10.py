@@ -3,7 +3,7 @@
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
 model = dict(
-    type="ImageClassifier",
+    type="mmpretrain.ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralDaViT",
         arch=dict(embed_dims=48, depths=[1, 2], num_heads=[2, 4]),
@@ -14,5 +14,5 @@ model = dict(
         stem_padding=3,
         gap_before_final_norm=True,
     ),
-    head=dict(type="LinearClsHead", num_classes=10, in_channels=96),
+    head=dict(type="mmpretrain.LinearClsHead", in_channels=96),
 )

@@ -6,7 +6,7 @@ There is no teacher in mmpretrain: this trains the mean of both heads on the lab
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
 model = dict(
-    type="ImageClassifier",
+    type="mmpretrain.ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralDeiT",
         arch=dict(embed_dims=96, num_layers=4, num_heads=4, feedforward_channels=192),
@@ -15,5 +15,5 @@ model = dict(
         distillation=True,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
-    head=dict(type="DeiTClsHead", num_classes=10, in_channels=96),
+    head=dict(type="mmpretrain.DeiTClsHead", in_channels=96),
 )

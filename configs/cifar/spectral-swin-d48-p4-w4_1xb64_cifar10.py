@@ -3,7 +3,7 @@
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
 model = dict(
-    type="ImageClassifier",
+    type="mmpretrain.ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralSwin",
         arch=dict(embed_dims=48, depths=[2, 4], num_heads=[2, 4]),
@@ -12,6 +12,6 @@ model = dict(
         drop_path_rate=0.0,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
-    neck=dict(type="GlobalAveragePooling"),
-    head=dict(type="LinearClsHead", num_classes=10, in_channels=96),
+    neck=dict(type="mmpretrain.GlobalAveragePooling"),
+    head=dict(type="mmpretrain.LinearClsHead", in_channels=96),
 )

@@ -3,7 +3,7 @@
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
 model = dict(
-    type="ImageClassifier",
+    type="mmpretrain.ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralViT",
         arch=dict(embed_dims=96, num_layers=4, num_heads=3, feedforward_channels=192),
@@ -11,5 +11,5 @@ model = dict(
         patch_size=4,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
-    head=dict(type="VisionTransformerClsHead", num_classes=10, in_channels=96),
+    head=dict(type="mmpretrain.VisionTransformerClsHead", in_channels=96),
 )

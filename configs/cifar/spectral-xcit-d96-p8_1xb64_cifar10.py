@@ -3,7 +3,7 @@
 _base_ = ["../_base_/datasets/cifar10_folders.py", "../_base_/schedules/cifar10_adamw.py"]
 
 model = dict(
-    type="ImageClassifier",
+    type="mmpretrain.ImageClassifier",
     backbone=dict(
         type="mmspectral.SpectralXCiT",
         arch=dict(embed_dims=96, depth=4, num_heads=3, cls_attn_layers=1),
@@ -11,5 +11,5 @@ model = dict(
         patch_size=8,
         conditioning=dict(type="IdentityCorrection", scale=10.0, scope="full"),
     ),
-    head=dict(type="LinearClsHead", num_classes=10, in_channels=96),
+    head=dict(type="mmpretrain.LinearClsHead", in_channels=96),
 )

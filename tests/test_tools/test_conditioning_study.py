@@ -46,7 +46,7 @@ def test_plan_is_balanced_and_names_each_run_once():
 
 @pytest.mark.parametrize("part", list(study.PARTS))
 def test_settings_of_each_run_merge_into_its_config(part, tmp_path):
-    for run in {run.family + run.form + str(run.lr) + str(run.warmup): run for run in study.planned([part])}.values():
+    for run in {(run.form, run.optimizer, run.images, run.warmup): run for run in study.planned([part])}.values():
         cfg = Config.fromfile(study.write_config(run, tmp_path))
         conditioning = cfg.model.backbone.conditioning
         assert (conditioning is None) == (run.form == "none")

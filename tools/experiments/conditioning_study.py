@@ -174,7 +174,7 @@ PARTS: dict[str, Callable[[], Iterable[Run]]] = {
     "a": primary_runs,
     "b": rate_runs,
     "c": lambda: depth_runs(lr=8e-3),
-    "d": lambda: data_runs(epochs=6),
+    "d": lambda: data_runs(epochs=5),
 }
 
 
@@ -280,7 +280,6 @@ def measure(run: Run, folder: Path, diverged: bool) -> tuple[Row, str]:
             losses[record["epoch"]].append(record["loss"])
             grads.append(record["grad_norm"])
     accuracy = [record["accuracy/top1"] / 100 for record in records if "accuracy/top1" in record]
-    cfg.model.data_preprocessor = cfg.data_preprocessor
     model = build_model(cfg, run.seed)
     batches = list(Runner.build_dataloader(cfg.val_dataloader))
     start = _spectra(cfg, model) | _attention(model, batches[0])
