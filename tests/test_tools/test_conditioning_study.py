@@ -5,18 +5,23 @@ import itertools
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from mmengine.config import Config
 from scipy import stats
 
+from mmspectral.analysis import attention_projections
+from mmspectral.models import SpectralViT
 from tests.helpers import CONFIGS, TOOLS, class_folders
 
 SPEC = importlib.util.spec_from_file_location("conditioning_study", TOOLS / "experiments" / "conditioning_study.py")
 study = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = study  # where dataclasses look for their annotations
 SPEC.loader.exec_module(study)
+sys.path.append(str(TOOLS / "experiments"))  # where a run finds its hook
 
 FAMILIES = list(study.CONFIGS)
 
@@ -49,7 +54,7 @@ def test_settings_of_each_run_merge_into_its_config(part, tmp_path):
     for run in {(run.form, run.optimizer, run.images, run.warmup): run for run in study.planned([part])}.values():
         cfg = Config.fromfile(study.write_config(run, tmp_path))
         conditioning = cfg.model.backbone.conditioning
-        assert (conditioning is None) == (run.form == "none")
+        assert (conditioning is None) == (study.FORMS[run.form] is None)
         assert cfg.optim_wrapper.optimizer.type == run.optimizer
         assert run.lr in (None, cfg.optim_wrapper.optimizer.lr)
         assert cfg.param_scheduler[-1].end == cfg.train_cfg.max_epochs
@@ -78,6 +83,31 @@ def test_runs_end_in_rows_once_and_a_divergence_is_a_result(tmp_path, monkeypatc
     assert right[tiny.name][:80].mean() == pytest.approx(finished.accuracy[-1])
     study.carry_out(runs, tmp_path / "work", None, 1)
     assert (tmp_path / "work/study.csv").read_text() == text
+
+
+def test_a_shifted_start_trains_as_conditioning_does():
+    """Weights of the stock model are W + C of the conditioned one after updates with decay at changing rates."""
+    from shifted_start import ShiftedStartHook
+
+    conditioning = study.FORMS["lambda 1"]
+    arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=32)
+    models = []
+    for given in (conditioning, None):
+        torch.manual_seed(0)
+        models.append(SpectralViT(arch, img_size=16, patch_size=8, conditioning=given).double())
+    runners = [SimpleNamespace(model=m, iter=0, optim_wrapper=torch.optim.AdamW(m.parameters(), 1e-2)) for m in models]
+    hook = ShiftedStartHook(conditioning)
+    hook.before_train(runners[1])
+    for rate in (1e-2, 5e-3, 2e-3):
+        images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+        for runner in runners:
+            runner.optim_wrapper.param_groups[0].update(lr=rate, weight_decay=0.5)
+            runner.optim_wrapper.zero_grad()
+            runner.model(images)[0].square().mean().backward()
+            runner.optim_wrapper.step()
+        hook.after_train_iter(runners[1], 0)
+    found = [attention_projections(model)["layers.1.attn.qkv"].matrices()[1] for model in models]
+    torch.testing.assert_close(*found, atol=1e-8, rtol=0)
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):

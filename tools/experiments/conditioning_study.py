@@ -49,6 +49,8 @@ FORMS = {
     "lambda 10 v": dict(type="IdentityCorrection", scale=10.0, scope="full", targets=["v"]),
     "QKNorm": dict(type="QKNorm"),
 }
+SHIFTED = "start and decay at lambda 1"  # without conditioning: shifted_start.py
+FORMS[SHIFTED] = None
 PRIMARY = ("lambda 10", "lambda 1")
 NUM_IMAGES = 20_000
 NUM_TEST = 3_000
@@ -144,7 +146,7 @@ def tuning_runs() -> Iterator[Run]:
 def primary_runs() -> Iterator[Run]:
     for seed, family, form in itertools.product(range(5), CONFIGS, ("none", "lambda 1", "lambda 10")):
         yield Run("a", family, form, seed)
-    for seed, family, form in itertools.product(range(3), ("vit", "xcit"), list(FORMS)[3:]):
+    for seed, family, form in itertools.product(range(3), ("vit", "xcit"), list(FORMS)[3:-1]):
         if (family, form) != ("xcit", "QKNorm"):  # normalises q and k already
             yield Run("a", family, form, seed)
 
@@ -168,6 +170,11 @@ def data_runs(epochs: int) -> Iterator[Run]:
         yield Run("d", "vit", form, seed, epochs=3 * epochs)
 
 
+def control_runs() -> Iterator[Run]:
+    for seed in range(3):
+        yield Run("a", "vit", SHIFTED, seed)  # beside the runs that it is compared with
+
+
 # A part is run for all families and forms at one seed before the next seed, so that a study stopped early is balanced.
 PARTS: dict[str, Callable[[], Iterable[Run]]] = {
     "tune": tuning_runs,
@@ -175,6 +182,7 @@ PARTS: dict[str, Callable[[], Iterable[Run]]] = {
     "b": rate_runs,
     "c": lambda: depth_runs(lr=8e-3),
     "d": lambda: data_runs(epochs=5),
+    "e": control_runs,
 }
 
 
@@ -198,7 +206,7 @@ def settings(run: Run) -> dict:
     if run.lr is not None:
         optimizer["lr"] = run.lr
     warmup, cosine = cfg.param_scheduler
-    backbone = dict(conditioning=None if run.form == "none" else dict(FORMS[run.form], _delete_=True))
+    backbone = dict(conditioning=FORMS[run.form] and dict(FORMS[run.form], _delete_=True))
     if run.depth:
         backbone["arch"] = dict(num_layers=run.depth)
     changed = dict(
@@ -211,6 +219,9 @@ def settings(run: Run) -> dict:
         randomness=dict(seed=run.seed),
         check_dataset=False,
     )
+    if run.form == SHIFTED:
+        changed["custom_imports"] = dict(imports=["shifted_start"])
+        changed["custom_hooks"].append(dict(type="ShiftedStartHook", conditioning=FORMS["lambda 1"]))
     if run.tuning:
         kept = [i for i in range(NUM_IMAGES) if i % HELD_OUT]
         held_out = dict(data_prefix="train", indices=list(range(0, NUM_IMAGES, HELD_OUT)))
@@ -238,7 +249,7 @@ def train(run: Run, folder: Path, threads: int) -> bool:
     """
     command = [sys.executable, "-W", "ignore", ROOT / "tools/train.py", write_config(run, folder)]
     command += ["--work-dir", folder, "--resume"]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=os.pathsep.join(paths))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / "output.txt").open("a") as output:

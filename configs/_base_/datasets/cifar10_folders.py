@@ -1,4 +1,4 @@
-"""CIFAR-10 as train/CLASS/* and test/CLASS/* below MMSPECTRAL_CIFAR, by default data/cifar10, and its classifier's part."""
+"""CIFAR-10 as train/CLASS/* and test/CLASS/* below MMSPECTRAL_CIFAR (data/cifar10), and what any classifier needs."""
 
 _base_ = ["mmpretrain::_base_/default_runtime.py", "../runtime.py"]
 
