@@ -78,6 +78,7 @@ def test_runs_end_in_rows_once_and_a_divergence_is_a_result(tmp_path, monkeypatc
     assert (finished.diverged, diverged.diverged) == (False, True)
     assert len(finished.accuracy) == 1 and diverged.accuracy == (0.1,)
     assert finished.kappa_wc < 1.2 < finished.kappa_w and diverged.kappa_w == diverged.kappa_wc
+    assert finished.jacobian < 10 < diverged.jacobian
     assert 0 < finished.entropy < 0.2 and finished.grad_max >= finished.grad_median > 0
     right = study.read_correct(tmp_path / "work/correct.csv")
     assert right[tiny.name][:80].mean() == pytest.approx(finished.accuracy[-1])

@@ -29,9 +29,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import stats
+
+if TYPE_CHECKING:
+    from mmengine.config import Config
+    from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
@@ -109,6 +114,9 @@ class Row(Run):
         kappa_wc_start: Of W + C likewise.
         kappa_w: Of W after training.
         kappa_wc: Of W + C after training.
+        jacobian_start: Condition number of the Jacobian of one attention head with respect to W_q, W_k and W_v, on
+            probe tokens, before training, median over layers.
+        jacobian: The same after training.
         entropy_start: Of attention on test images before training, over that of uniform attention, mean over layers.
         entropy: The same after training.
         largest_logit: After training, over the layers.
@@ -127,6 +135,8 @@ class Row(Run):
     kappa_wc_start: float = math.nan
     kappa_w: float = math.nan
     kappa_wc: float = math.nan
+    jacobian_start: float = math.nan
+    jacobian: float = math.nan
     entropy_start: float = math.nan
     entropy: float = math.nan
     largest_logit: float = math.nan
@@ -311,7 +321,7 @@ def measure(run: Run, folder: Path, diverged: bool) -> tuple[Row, str]:
         accuracy=tuple(accuracy) or (0.1,),
         train_loss=tuple(round(statistics.fmean(losses[epoch]), 4) for epoch in sorted(losses)),
         diverged=diverged,
-        **{f"{name}_start": start[name] for name in ("kappa_w", "kappa_wc", "entropy")},
+        **{f"{name}_start": start[name] for name in ("kappa_w", "kappa_wc", "jacobian", "entropy")},
         **end,
         grad_start=_short(statistics.fmean(grads[: max(1, len(grads) // 10)])) if grads else math.nan,
         grad_median=_short(statistics.median(grads)) if grads else math.nan,
@@ -339,17 +349,24 @@ def _seconds(folder: Path) -> float:
     return round(total, 1)
 
 
-def _spectra(cfg, model) -> dict[str, float]:
-    """Return the median condition numbers of the projections that the conditioned form of the config conditions."""
-    from mmspectral.analysis import attention_projections
+def _spectra(cfg: "Config", model: "nn.Module") -> dict[str, float]:
+    """Return medians over the layers whose projections the conditioned form of the config conditions."""
+    from mmspectral.analysis import JacobianSettings, attention_projections
+    from mmspectral.analysis import measure as measure_state
 
     names = _conditioned_names(cfg)
     pairs = [pair for name, p in attention_projections(model).items() if name in names for pair in p.spectra().values()]
     without, with_ = zip(*((a.kappa, b.kappa) for a, b in pairs), strict=True)
-    return dict(kappa_w=_short(statistics.median(without)), kappa_wc=_short(statistics.median(with_)))
+    jacobians = []
+    for name in sorted(names):
+        found = measure_state(model, "", {name: "full"}, JacobianSettings(name.rpartition(".")[0])).jacobians
+        head = found.get("W + C") or found["W"]
+        jacobians.append((head.cross_covariance or head.condition).kappa)
+    medians = dict(kappa_w=without, kappa_wc=with_, jacobian=jacobians)
+    return {name: _short(statistics.median(values)) for name, values in medians.items()}
 
 
-def _conditioned_names(cfg) -> set[str]:
+def _conditioned_names(cfg: "Config") -> set[str]:
     import copy
 
     from mmspectral.analysis import build_model
@@ -360,7 +377,7 @@ def _conditioned_names(cfg) -> set[str]:
     return set(dict(conditioned_projections(build_model(conditioned, 0))))
 
 
-def _attention(model, batch) -> dict[str, float]:
+def _attention(model: "nn.Module", batch: dict) -> dict[str, float]:
     """Return entropy over that of uniform attention and the largest logit, of attention on a batch of images."""
     import torch
 
@@ -368,7 +385,7 @@ def _attention(model, batch) -> dict[str, float]:
 
     found = []
 
-    def see(layer: "torch.nn.Module", inputs: tuple) -> None:
+    def see(layer: "nn.Module", inputs: tuple) -> None:
         found.append(saturation(layer.attention_logits(inputs[0])))
 
     handles = [layer.register_forward_pre_hook(see) for layer in attention_layers(model).values()]
@@ -655,6 +672,8 @@ MEASURES = (
     "kappa_wc_start",
     "kappa_w",
     "kappa_wc",
+    "jacobian_start",
+    "jacobian",
     "entropy_start",
     "entropy",
     "largest_logit",
