@@ -14,6 +14,7 @@ from mmengine.config import Config
 from scipy import stats
 
 from mmspectral.analysis import attention_projections
+from mmspectral.errors import UsageError
 from mmspectral.models import SpectralViT
 from tests.helpers import CONFIGS, TOOLS, class_folders
 
@@ -196,3 +197,10 @@ def test_page_in_the_repository_is_what_its_rows_give(tmp_path):
     study.report(tmp_path)
     for path in [tmp_path / "README.md", *tmp_path.glob("*.svg")]:
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
+
+
+def test_failures_other_than_divergence_end_the_study(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMSPECTRAL_CIFAR", str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="absent"):
+        study.carry_out([study.Run("toy", "vit", "none", 0)], tmp_path / "work", None, 1)
+    assert not (tmp_path / "work/study.csv").exists()

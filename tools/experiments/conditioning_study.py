@@ -34,6 +34,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
+from mmspectral.arguments import report_usage_errors
+from mmspectral.errors import UsageError
+
 if TYPE_CHECKING:
     from mmengine.config import Config
     from torch import nn
@@ -59,6 +62,7 @@ FORMS[SHIFTED] = None
 PRIMARY = ("lambda 10", "lambda 1")
 NUM_IMAGES = 20_000
 NUM_TEST = 3_000
+LOG_INTERVAL = 20  # updates, as the configs have it
 HELD_OUT = 10  # of the training images, one in so many is for tuning
 
 
@@ -121,10 +125,10 @@ class Row(Run):
         entropy: The same after training.
         largest_logit: After training, over the layers.
         grad_start: Norm of the gradient of all parameters, mean over the first tenth of the updates.
-        grad_median: Median of its means over 20 updates.
+        grad_median: Median of the values logged every 20 updates.
         grad_max: The largest of them.
-        seconds: Of training and validation, wall clock.
-        cpu_seconds: Of the processes that trained.
+        seconds: Of training, wall clock.
+        cpu_seconds: Of the processes that trained, without those that were killed together with the study.
     """
 
     config: str = ""
@@ -255,7 +259,7 @@ def train(run: Run, folder: Path, threads: int) -> bool:
     """Train, or go on, and return whether the loss stayed finite.
 
     Raises:
-        RuntimeError: Training failed for another reason.
+        UsageError: Training failed for another reason.
     """
     command = [sys.executable, "-W", "ignore", ROOT / "tools/train.py", write_config(run, folder)]
     command += ["--work-dir", folder, "--resume"]
@@ -269,7 +273,7 @@ def train(run: Run, folder: Path, threads: int) -> bool:
         file.write(f"{after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.1f}\n")
     said = (folder / "output.txt").read_text(errors="replace")[-4000:]
     if status and "FloatingPointError" not in said:
-        raise RuntimeError(f"{run.name}: training failed with status {status}; see {folder / 'output.txt'}:\n{said}")
+        raise UsageError(f"{run.name}: training failed with status {status}; {folder / 'output.txt'} ends in\n{said}")
     return not status
 
 
@@ -337,16 +341,9 @@ def _short(value: float) -> float:
 
 
 def _seconds(folder: Path) -> float:
-    """Sum what each log says: the time of an iteration, times the iterations it is the mean of."""
-    total = 0.0
-    for path in folder.glob("*/vis_data/scalars.json"):
-        last = 0
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if "loss" in record:
-                total += record["time"] * (record["step"] - last if record["step"] > last else 0)
-                last = record["step"]
-    return round(total, 1)
+    """Return the time of all iterations, also of those that were repeated after a stop."""
+    lines = (line for path in folder.glob("*/vis_data/scalars.json") for line in path.read_text("utf-8").splitlines())
+    return round(sum(LOG_INTERVAL * json.loads(line)["time"] for line in lines if '"loss"' in line), 1)
 
 
 def _spectra(cfg: "Config", model: "nn.Module") -> dict[str, float]:
@@ -615,6 +612,8 @@ def primary_table(rows: Sequence[Row], correct: dict[str, np.ndarray]) -> str:
     pooled, ps, images = [], [], []
     for form in PRIMARY:
         by_family = [list(found.values()) for found in differences[form].values()]
+        if not by_family:
+            raise UsageError(f"There is no pair of {form} and none with one seed yet.")
         pooled.append(interval(pooled_interval(by_family)))
         ps.append(sign_flip_p(by_family))
         gains = image_gains(rows, form, correct)
@@ -752,7 +751,7 @@ def report(folder: Path) -> None:
     correct = read_correct(folder / "correct.csv")
     main = [row for row in rows if row.part == "a"]
     if not main:
-        raise SystemExit(f"{folder / 'study.csv'} has no run of part a.")
+        raise UsageError(f"{folder / 'study.csv'} has no run of part a.")
     hours = sum(row.cpu_seconds for row in rows) / 3600
     sections = [
         f"{len(rows)} runs, {hours:.1f} CPU hours; accuracy on {NUM_TEST:,} test images after the last epoch.",
@@ -813,6 +812,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@report_usage_errors
 def main() -> None:
     args = parse_args()
     if args.command == "report":
