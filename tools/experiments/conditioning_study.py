@@ -621,8 +621,8 @@ def primary_table(rows: Sequence[Row], correct: dict[str, np.ndarray]) -> str:
     body += [
         ["mean of the families", "", "", *pooled],
         ["the same, test images and seeds resampled", "", "", *images],
-        ["p, sign flips, exact", "", "", *(f"{p:.4f}" for p in ps)],
-        ["p, Holm over the two", "", "", *(f"{p:.4f}" for p in holm(ps))],
+        ["p, sign flips, exact", "", "", *(f"{p:.2g}" for p in ps)],
+        ["p, Holm over the two", "", "", *(f"{p:.2g}" for p in holm(ps))],
     ]
     return markdown(["Family", "Accuracy without, %", "Seeds", *(f"{form}, points" for form in PRIMARY)], body)
 
@@ -735,11 +735,8 @@ def plot(rows: Sequence[Row], key: Callable[[Row], object], x: Callable[[Row], f
         axis.set_xlabel(xlabel)
         axis.set_ylabel("accuracy, %")
         axis.legend()
-        if len({x(row) for row in rows}) and xlabel == "learning rate":
-            axis.set_xscale("log")
-        else:
-            axis.set_xscale("symlog", linthresh=1)
-        figure.savefig(path, metadata={"Date": None})
+        axis.set_xscale("symlog", linthresh=min(x(row) for row in rows if x(row)))
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 BEGIN, END = "<!-- report: begin -->\n", "<!-- report: end -->\n"
@@ -760,11 +757,12 @@ def report(folder: Path) -> None:
         "### Mechanism\n\n" + mechanism_table([row for row in rows if row.part == "a"]),
         prediction_table(main),
         "### Everything else is exploratory\n\n" + exploratory_table([row for row in rows if row.part != "tune"]),
-        "### Learning rates tried for the unconditioned models\n\n"
+        "### Learning rates tried for the unconditioned models, on held-out training images\n\n"
         + exploratory_table([row for row in rows if row.part == "tune"]),
     ]
     scales = {"none": 0, "lambda 1": 1, "lambda 10": 10}
-    plot(main, lambda row: row.family, lambda row: scales[row.form], "lambda", folder / "accuracy_lambda.svg")
+    plain = [row for row in main if row.form in scales]
+    plot(plain, lambda row: row.family, lambda row: scales[row.form], "lambda", folder / "accuracy_lambda.svg")
     rates = [row for row in rows if row.part == "b"]
     if rates:
         plot(
