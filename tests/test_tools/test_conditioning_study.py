@@ -63,28 +63,43 @@ def test_settings_of_each_run_merge_into_its_config(part, tmp_path):
         assert cfg.randomness.seed == run.seed
 
 
-def test_runs_end_in_rows_once_and_a_divergence_is_a_result(tmp_path, monkeypatch):
+@pytest.fixture
+def images(tmp_path, monkeypatch):
     for part in ("train", "test"):
         class_folders(tmp_path / "images" / part, [f"class{i}" for i in range(10)], images=8)
     monkeypatch.setenv("MMSPECTRAL_CIFAR", str(tmp_path / "images"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
-    tiny = study.Run("toy", "vit", "lambda 10", 0, epochs=1, depth=1)
-    runs = [tiny, replace(tiny, form="none", optimizer="SGD", lr=1e30)]
-    study.carry_out(runs, tmp_path / "work", 1, 1)
-    assert [r.name for r in study.read_rows(tmp_path / "work/study.csv")] == [tiny.name]
-    study.carry_out(runs, tmp_path / "work", None, 1)
-    text = (tmp_path / "work/study.csv").read_text()
-    finished, diverged = study.read_rows(tmp_path / "work/study.csv")
-    assert (finished.diverged, diverged.diverged) == (False, True)
-    assert len(finished.accuracy) == 1 and diverged.accuracy == (0.1,)
-    assert finished.kappa_wc < 1.2 < finished.kappa_w and diverged.kappa_w == diverged.kappa_wc
-    assert finished.jacobian < 10 < diverged.jacobian
-    assert 0 < finished.entropy < 0.2 and finished.grad_max >= finished.grad_median > 0
-    right = study.read_correct(tmp_path / "work/correct.csv")
-    assert right[tiny.name][:80].mean() == pytest.approx(finished.accuracy[-1])
-    study.carry_out(runs, tmp_path / "work", None, 1)
-    assert (tmp_path / "work/study.csv").read_text() == text
+
+
+TINY = study.Run("toy", "vit", "lambda 10", 0, epochs=1, depth=1)
+
+
+def test_a_run_ends_in_one_row(images, tmp_path, monkeypatch):
+    study.carry_out([TINY], tmp_path, 1, 1)
+    (row,) = study.read_rows(tmp_path / "study.csv")
+    assert (row.name, row.diverged, len(row.accuracy)) == (TINY.name, False, 1)
+    assert row.kappa_wc < 1.2 < row.kappa_w
+    assert row.jacobian < 10
+    assert 0 < row.entropy < 0.2
+    assert row.grad_max >= row.grad_median > 0
+    right = study.read_correct(tmp_path / "correct.csv")
+    assert right[TINY.name][:80].mean() == pytest.approx(row.accuracy[-1])
+    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
+    study.carry_out([TINY], tmp_path, None, 1)
+
+
+@pytest.mark.slow
+def test_a_divergence_is_a_result_and_another_failure_is_none(images, tmp_path, monkeypatch):
+    diverging = replace(TINY, form="none", optimizer="SGD", lr=1e30)
+    study.carry_out([diverging], tmp_path, None, 1)
+    (row,) = study.read_rows(tmp_path / "study.csv")
+    assert (row.name, row.diverged, row.accuracy) == (diverging.name, True, (0.1,))
+    assert row.kappa_w == row.kappa_wc
+    monkeypatch.setenv("MMSPECTRAL_CIFAR", str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="absent"):
+        study.carry_out([TINY], tmp_path, None, 1)
+    assert len(study.read_rows(tmp_path / "study.csv")) == 1
 
 
 def test_a_shifted_start_trains_as_conditioning_does():
@@ -202,10 +217,3 @@ def test_page_in_the_repository_is_what_its_rows_give(tmp_path):
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
     # Plots are the same bytes for one version of matplotlib only.
     assert {path.name for path in tmp_path.glob("*.svg")} == {path.name for path in folder.glob("*.svg")}
-
-
-def test_failures_other_than_divergence_end_the_study(tmp_path, monkeypatch):
-    monkeypatch.setenv("MMSPECTRAL_CIFAR", str(tmp_path / "absent"))
-    with pytest.raises(UsageError, match="absent"):
-        study.carry_out([study.Run("toy", "vit", "none", 0)], tmp_path / "work", None, 1)
-    assert not (tmp_path / "work/study.csv").exists()
