@@ -292,9 +292,10 @@ def measure(run: Run, folder: Path, diverged: bool) -> tuple[Row, str]:
     import torch
     from mmengine.config import Config
     from mmengine.registry import init_default_scope
-    from mmengine.runner import Runner, load_checkpoint
+    from mmengine.runner import Runner
 
     from mmspectral.analysis import build_model
+    from mmspectral.checkpoints import read_checkpoint
 
     init_default_scope("mmpretrain")
     cfg = Config.fromfile(folder / "config.py")
@@ -310,7 +311,7 @@ def measure(run: Run, folder: Path, diverged: bool) -> tuple[Row, str]:
     start = _spectra(cfg, model) | _attention(model, batches[0])
     checkpoints = sorted(folder.glob("epoch_*.pth"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
-        load_checkpoint(model, str(checkpoints[-1]), map_location="cpu")
+        model.load_state_dict(read_checkpoint(str(checkpoints[-1]))["state_dict"])
     with torch.no_grad():
         right = [s.pred_label.item() == s.gt_label.item() for b in batches for s in model.test_step(b)]
     if not diverged and abs(np.mean(right) - accuracy[-1]) > 1e-6:
@@ -444,9 +445,6 @@ def carry_out(runs: Sequence[Run], work_dir: Path, limit: int | None, threads: i
     """Do the runs of the plan that no row tells of and no other process is at."""
     import torch
 
-    from mmspectral.compat.checkpoints import use_safe_loading
-
-    use_safe_loading()
     torch.set_num_threads(threads)
     work_dir.mkdir(parents=True, exist_ok=True)
     table, count = work_dir / "study.csv", 0
