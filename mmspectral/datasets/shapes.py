@@ -15,7 +15,7 @@ from filelock import FileLock
 from mmdet.datasets import CocoDataset
 from mmengine.logging import print_log
 
-from mmspectral.arguments import check, one_of, whole
+from mmspectral.arguments import FLAG, check, one_of, whole
 from mmspectral.datasets.shapes_render import CLASSES, render
 from mmspectral.registry import DATASETS
 
@@ -39,20 +39,23 @@ class _Settings:
     num_images: int
     image_size: int
     seed: int
+    colour_cue: bool = True
     version: int = _VERSION
 
     @classmethod
-    def of(cls, split: str, num_images: int | None, image_size: int, seed: int) -> "_Settings":
+    def of(cls, split: str, num_images: int | None, image_size: int, seed: int, colour_cue: bool = True) -> "_Settings":
         split = check("ShapesDataset: split", split, one_of(*_DEFAULT_COUNTS))
         num_images = _DEFAULT_COUNTS[split] if num_images is None else num_images
         num_images = check("ShapesDataset: num_images", num_images, whole(1, 10**7))
         image_size = check("ShapesDataset: image_size", image_size, whole(_MIN_SIZE, 1 << 14))
         seed = check("ShapesDataset: seed", seed, whole(0))
-        return cls(split, num_images, image_size, seed)
+        colour_cue = check("ShapesDataset: colour_cue", colour_cue, FLAG)
+        return cls(split, num_images, image_size, seed, colour_cue)
 
     @property
     def folder_name(self) -> str:
-        return f"shapes-v{self.version}-{self.split}{self.num_images}-{self.image_size}px-seed{self.seed}"
+        name = f"shapes-v{self.version}-{self.split}{self.num_images}-{self.image_size}px-seed{self.seed}"
+        return name if self.colour_cue else f"{name}-no-colour-cue"
 
     @property
     def images(self) -> str:
@@ -88,7 +91,8 @@ def _draw(settings: _Settings, folder: Path) -> str:
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(settings.num_images):
-        pixels, drawn = render(settings.seed, list(_DEFAULT_COUNTS).index(settings.split), index, settings.image_size)
+        split_index = list(_DEFAULT_COUNTS).index(settings.split)
+        pixels, drawn = render(settings.seed, split_index, index, settings.image_size, settings.colour_cue)
         digest.update(pixels.tobytes())
         name, size = f"{index + 1:012d}.png", settings.image_size
         images.append({"id": index + 1, "file_name": name, "width": size, "height": size})
@@ -202,6 +206,8 @@ class ShapesDataset(CocoDataset):
         num_images: By default 400 for ``"train"`` and 100 for ``"val"``.
         image_size: Side of the square images in pixels, at least 64.
         seed: Seed of the drawing.
+        colour_cue: Whether each class has colours of its own. Without, colour says
+            nothing of the class, which is much harder to learn.
         **kwargs: Passed to :class:`mmdet.datasets.CocoDataset`.
 
     Raises:
@@ -224,9 +230,10 @@ class ShapesDataset(CocoDataset):
         num_images: int | None = None,
         image_size: int = _DEFAULT_SIZE,
         seed: int = _DEFAULT_SEED,
+        colour_cue: bool = True,
         **kwargs,
     ) -> None:
-        self._settings = _Settings.of(split, num_images, image_size, seed)
+        self._settings = _Settings.of(split, num_images, image_size, seed, colour_cue)
         self._folder = _data_root(data_root) / self._settings.folder_name
         super().__init__(
             ann_file=ann_file or self._settings.annotations,

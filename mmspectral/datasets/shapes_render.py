@@ -36,18 +36,18 @@ _BRIGHTNESS = (100, 75)  # percent
 
 
 class _Palette:
-    """Colours of one image: neighbours of the same class differ until all variants are used."""
+    """Colours of one image: neighbours of the same class, or without a cue all, differ until all variants are used."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, cue: bool) -> None:
         self._variants = []
-        for colours in _COLOURS:
+        for colours in _COLOURS if cue else (sum(_COLOURS, ()),):
             variants = [np.array(colour) * percent // 100 for colour in colours for percent in _BRIGHTNESS]
             order = np.argsort(rng.random(len(variants)), kind="stable")
             self._variants.append(cycle([variants[i] for i in order]))
 
     def of(self, label: int) -> np.ndarray:
         """Return the next colour of a class."""
-        return next(self._variants[label])
+        return next(self._variants[label % len(self._variants)])
 
 
 @dataclass
@@ -276,7 +276,9 @@ def _annotation(instance: _Instance) -> dict[str, Any]:
     }
 
 
-def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def render(
+    seed: int, split_index: int, index: int, size: int, colour_cue: bool = True
+) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """Draw one image.
 
     Of 25 images in a row one is empty; of 10 one has a crowd region; of 2 one starts with a shape that covers much of
@@ -287,6 +289,7 @@ def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarr
         split_index: Number of the split, so that splits differ.
         index: Number of the image in its split, from 0.
         size: Side of the square image in pixels.
+        colour_cue: Whether each class has colours of its own.
 
     Returns:
         The image, uint8 RGB of shape [size, size, 3], and its annotations in COCO's form without ``id`` and
@@ -296,7 +299,7 @@ def render(seed: int, split_index: int, index: int, size: int) -> tuple[np.ndarr
     image = _background(rng, size)
     instances: list[_Instance] = []
     if index % 25 != 24:
-        palette = _Palette(rng)
+        palette = _Palette(rng, colour_cue)
         if index % 10 == 7:
             instances.append(_crowd(rng, image, palette))
         elif index % 2 == 0:

@@ -237,3 +237,27 @@ def test_wrong_settings_are_named(settings):
     (name,) = settings
     with pytest.raises(ValueError, match=f"{name} must be .*, got {settings[name]!r}"):
         ShapesDataset(**settings)
+
+
+@pytest.mark.parametrize("cue", [True, False])
+def test_colour_tells_the_class_with_the_cue_only(cue):
+    """The class of the nearest colour in the first half of the shapes is that of one in the second half."""
+    colours, labels = [], []
+    for index in range(120):
+        image, annotations = render(0, 0, index, 160, cue)
+        for annotation in annotations:
+            if not annotation["iscrowd"]:
+                mask = mask_utils.decode(mask_utils.merge(mask_utils.frPyObjects(annotation["segmentation"], 160, 160)))
+                colours.append(np.median(image[mask.astype(bool)], axis=0))
+                labels.append(annotation["category_id"])
+    colours, labels = np.array(colours), np.array(labels)
+    half = len(labels) // 2
+    distances = np.linalg.norm(colours[half:, None] - colours[None, :half], axis=-1)
+    right = (labels[:half][distances.argmin(1)] == labels[half:]).mean()
+    assert right > 0.9 if cue else 0.15 < right < 0.35
+
+
+def test_without_the_cue_the_set_has_its_own_folder_and_the_same_layout(tmp_path):
+    settings = dict(split="val", num_images=3, data_root=str(tmp_path))
+    folders = [Path(_build(**settings, colour_cue=cue).ann_file).parents[1] for cue in (True, False)]
+    assert folders[0] != folders[1] == folders[0].with_name(f"{folders[0].name}-no-colour-cue")

@@ -1,0 +1,15 @@
+"""CIFAR-10, spectral ViT of 64 patches, for a GPU: 100 epochs. Not trained here."""
+
+_base_ = "./spectral-vit-d96-p4_1xb64_cifar10.py"
+
+model = dict(
+    backbone=dict(arch=dict(embed_dims=192, num_layers=6, num_heads=6, feedforward_channels=768), drop_path_rate=0.1),
+    head=dict(in_channels=192),
+)
+
+train_pipeline = _base_.long_train_pipeline
+train_dataloader = dict(batch_size=128, num_workers=8, dataset=dict(pipeline=train_pipeline))
+train_cfg = dict(max_epochs=100)
+optim_wrapper = dict(optimizer=dict(lr=1e-3))
+param_scheduler = _base_.long_param_scheduler
+auto_scale_lr = dict(base_batch_size=128)
