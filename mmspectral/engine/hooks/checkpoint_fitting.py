@@ -5,6 +5,7 @@ from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
 
 from mmspectral.checkpoints import fit_to_model
+from mmspectral.errors import UsageError
 from mmspectral.registry import HOOKS
 
 
@@ -24,11 +25,18 @@ class CheckpointFittingHook(Hook):
         self.min_matched = min_matched
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Replace the file's ``state_dict`` by one that fits the model, in place."""
+        """Replace the file's ``state_dict`` by one that fits the model, in place.
+
+        Raises:
+            UsageError: It fits the model too little, or was trained under another correction.
+        """
         if runner._resume:
             return
         model = runner.model
         while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
             model = model.module
-        weights, _ = fit_to_model(model, checkpoint, str(runner._load_from), self.min_matched)
+        try:
+            weights, _ = fit_to_model(model, checkpoint, str(runner._load_from), self.min_matched)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         checkpoint["state_dict"] = weights.state_dict()
