@@ -8,7 +8,8 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
                 f"A checkpoint is not read, because reading it may run code from it ({refusal_reason(error)}). "
                 "Pass --trust-checkpoint if you trust every checkpoint that this config names."
             )
+        except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+            if (message := _deliberate(error)) is None:
+                raise
         else:
             return
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
@@ -50,6 +54,17 @@ def report_usage_errors(main: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+def _deliberate(error: BaseException | None) -> str | None:
+    """Return the text of an error that a ``raise`` of this package made, or that one of mmengine was made of."""
+    while error is not None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
+        if ours and (frame.line or "").startswith("raise ") and error.args:
+            return str(error.args[0])
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``CONFIG`` and ``--cfg-options``."""
     parser.add_argument("config", help="config file, or the name of a shipped one such as mmspectral::xcit/...py")
@@ -57,9 +72,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--cfg-options",
         nargs="+",
         action=DictAction,
+        type=_key_and_value,
         metavar="KEY=VALUE",
         help='settings that replace those of the config, such as train_cfg.max_epochs=1; lists as key="[a,b]"',
     )
+
+
+def _key_and_value(text: str) -> str:
+    if "=" not in text.strip("="):
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE, such as train_cfg.max_epochs=1")
+    return text
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +145,10 @@ def read_config(name: str, options: dict[str, Any] | None = None, import_modules
     except FileNotFoundError as error:
         raise UsageError(f"The config {name} cannot be read: {error}") from error
     if options:
-        cfg.merge_from_dict(options)
+        try:
+            cfg.merge_from_dict(options)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"--cfg-options {options} do not fit {name}: {error}") from error
     return cfg
 
 
@@ -155,14 +180,22 @@ def _import_quietly(module: str) -> None:
         importlib.import_module(module)
 
 
+def type_name(part: Any) -> str:
+    """Return the type of a part of a config, written out where it is a class; "" where there is none."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if hasattr(kind, "__qualname__"):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return kind if isinstance(kind, str) else ""
+
+
 def host_package(cfg: Config) -> str:
     """Return the package whose model the config describes: ``"mmdet"`` or ``"mmpretrain"``.
 
     Raises:
         UsageError: It is neither.
     """
-    model_type = cfg.model.type if isinstance(cfg.model.type, str) else cfg.model.type.__module__
-    scope = model_type.rpartition(".")[0].partition(".")[0]
+    model_type = type_name(cfg.model)
+    scope = model_type.partition(".")[0] if "." in model_type else ""
     host = cfg.get("default_scope") if scope in ("", "mmspectral") else scope
     if host not in ("mmdet", "mmpretrain"):
         raise UsageError(

@@ -31,6 +31,7 @@ def loaders(monkeypatch):
     from mmspectral.compat.checkpoints import FORCE_SAFE, FORCE_UNSAFE
 
     monkeypatch.setattr(CheckpointLoader, "_schemes", CheckpointLoader._schemes.copy())
+    monkeypatch.setattr("mmspectral.compat.checkpoints._trusted", False)
     for name in (FORCE_SAFE, FORCE_UNSAFE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -16,7 +16,7 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, OPTIM_WRAPPERS, PARAM_SCH
 from torch.overrides import TorchFunctionMode
 
 import mmspectral
-from mmspectral.engine import runtime_notes
+from mmspectral.engine import check_config, runtime_notes
 from mmspectral.layers import corrected_parameters
 from mmspectral.models.backbones import (
     DarkDeiT,
@@ -121,6 +121,7 @@ def parameters_by_name():
 def test_builds_what_it_says(name):
     """The class, its size as the metafile has it, what is conditioned, and an optimizer that holds every parameter."""
     cfg = load(name)
+    check_config(cfg)
     model = build_model(cfg)
     stated = parameters_by_name().get(name)
     assert stated in (None, sum(p.numel() for p in model.parameters()))

@@ -18,7 +18,8 @@ FLOORS = (
     ("layers",),
     ("checkpoints",),
     ("models",),
-    ("analysis", "datasets", "evaluation"),
+    ("analysis", "datasets"),
+    ("evaluation",),
     ("engine",),
     ("apis",),
 )

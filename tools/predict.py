@@ -30,7 +30,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("images", nargs="+", help="image files, folders with images, or quoted patterns")
     parser.add_argument("-o", "--out-dir", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument(
-        "--score-thr", type=float, default=0.3, help="least score of what is drawn; the JSON holds everything"
+        "--score-thr", type=float, default=0.3, help="least score of what is drawn (default: 0.3); the JSON holds all"
     )
     parser.add_argument("--device", help="torch device (default: an accelerator if there is one)")
     parser.add_argument("--batch-size", type=int, default=1, help="images in one forward pass")
@@ -63,10 +63,13 @@ def main() -> None:
         ann_file=args.ann_file,
     )
     print(f"{len(result.records)} records for {len(result.images)} images in {args.out_dir / 'results.json'}")
+    best = max((record["score"] for record in result.records), default=0.0)
+    if not args.no_pictures and best < args.score_thr:
+        print(f"nothing is drawn: no score is above --score-thr {args.score_thr:g}, the best is {best:.3f}")
     if result.category_source:
         print(f"category ids: {result.category_source}")
     for path in result.unreadable:
-        print(f"predict.py: error: {path} is not an image that can be read; it was left out", file=sys.stderr)
+        print(f"predict.py: error: {path} is no image that can be read and resized; it was left out", file=sys.stderr)
     if result.unreadable:
         sys.exit(1)
 

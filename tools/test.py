@@ -31,6 +31,7 @@ def main() -> None:
     # Heavy imports come after what a mistyped path stops.
     from mmspectral import engine
 
+    engine.check_config(cfg)
     cfg.load_from = args.checkpoint
     cfg.resume = False
     writer = engine.predictions_writer(cfg, args.out) if args.out else None

@@ -39,7 +39,7 @@ def main() -> None:
     from mmengine.runner import Runner
 
     from mmspectral.datasets import check_before_training
-    from mmspectral.engine import launch_run, runtime_notes
+    from mmspectral.engine import check_config, launch_run, runtime_notes
 
     if args.amp:
         cfg.optim_wrapper.type = "AmpOptimWrapper"
@@ -57,6 +57,7 @@ def main() -> None:
         cfg.resume, cfg.load_from = True, args.resume
 
     notes = runtime_notes(cfg)
+    check_config(cfg)
     check_before_training(cfg)
     launch_run(cfg, Runner.train, notes, exclusive=True)
 

@@ -36,5 +36,6 @@ _NAMES = {
     "saturation": ("largest_scale", "probe_backbone", "saturation_rows", "saturation_table"),
     "stock_twins": ("FAMILIES", "DenseBackbone"),
     "tables": ("markdown_table", "write_csv"),
+    "traffic": ("Traffic", "TrafficCounter", "backbone_traffic", "count_traffic", "ratios"),
 }
 __getattr__, __all__ = lazy_names(__name__, _NAMES)

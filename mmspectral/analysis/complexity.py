@@ -23,7 +23,7 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-from mmspectral.ops.random_features.causal import CHUNK
+from mmspectral.ops.random_features.causal import chunk_size, spans
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ def linear_attention(inputs: list, outputs: list) -> int:
     """Return B H (L (R d + m e) + g N m (d + e)), or for causal attention those of its scan.
 
     The first term summarises the keys, the second reads the queries. The scan
-    does both chunk by chunk, padded, and inside a chunk of C tokens adds C s / 2
-    (m + e) for the halves of every size s = 1, 2 .. C / 2.
+    does so chunk by chunk, the values padded, and adds C (C (m + e) + m) inside a chunk of
+    C tokens and (S + 1)^2 m e where S chunks are joined; that of logits too far
+    apart, which costs more, is not counted.
 
     Args:
         inputs: Of ``mmspectral::linear_attention``.
@@ -84,9 +85,10 @@ def linear_attention(inputs: list, outputs: list) -> int:
     logits = L * R * d
     if not causal:
         return B * H * (logits + L * m * e + g * N * m * (d + e))
-    C = min(CHUNK, 1 << (N - 1).bit_length())
-    chunk = C * (m * d + 2 * m * e) + C * (C - 1) // 2 * (m + e)
-    return B * H * (logits + g * ceil(N / C) * chunk)
+    C = chunk_size(N)
+    chunk = C * (2 * m * e + m) + C * C * (m + e)
+    joined = [ceil((t.stop - t.start) / C) for t in spans(0, N, C, B * H * g, m, torch.device("cpu"))]
+    return B * H * (logits + g * N * m * d + g * sum(S * chunk + (S + 1) ** 2 * m * e for S in joined))
 
 
 _PRODUCTS = {

@@ -98,10 +98,7 @@ def _kappa_finding(ours: ModelState, twin: ModelState) -> Finding:
 
 def _entropy_finding(ours: ModelState, twin: ModelState) -> Finding:
     topic = "Entropy of attention on probe tokens, 1 uniform, 0 one-hot (lowest)"
-    lowest = [
-        min((s.relative_entropy for (_, rho), s in state.saturations.items() if rho == TABLE_CORRELATION), default=None)
-        for state in (ours, twin)
-    ]
+    lowest = [min((s.relative_entropy for s in _table_saturations(state)), default=None) for state in (ours, twin)]
     cells = [format_number(value) for value in lowest]
     if None in lowest:
         return Finding(topic, *cells, "unknown", "The attention layers do not give their logits.")
@@ -153,6 +150,10 @@ def _headline(findings: Sequence[Finding]) -> str:
     return f"{text}. Results: {', '.join(results)}."
 
 
+def _table_saturations(state: ModelState) -> list:
+    return [found for (_, rho), found in state.saturations.items() if rho == TABLE_CORRELATION]
+
+
 def _glance(states: Sequence[ModelState]) -> _Section:
     rows = []
     for state in states:
@@ -160,7 +161,7 @@ def _glance(states: Sequence[ModelState]) -> _Section:
         for role in ROLES:
             chosen = [r for r in state.spectra if r.role == role]
             row += [format_number(_largest(getattr(r, f"kappa_{kind}") for r in chosen)) for kind in KINDS]
-        measured = [s for (_, rho), s in state.saturations.items() if rho == TABLE_CORRELATION]
+        measured = _table_saturations(state)
         row.append(format_number(min((s.relative_entropy for s in measured), default=None)))
         row.append(format_number(_largest(s.largest_logit for s in measured)))
         rows.append(row)
@@ -235,35 +236,34 @@ def _training(logs: Mapping[str, RunLog]) -> _Section:
     missing = [name for name, log in logs.items() if not log.kappa]
     if missing:
         paragraphs.append(f"Condition numbers were not logged by {', '.join(missing)}: train with {HOOK}.")
-    names = list(dict.fromkeys(name for log in logs.values() for name in log.curves))
-    kappa = any(log.kappa for log in logs.values())
-    if not names and not kappa:
+    panels: dict[str, list] = {}  # title -> points and style of each line
+    kappas, worst = [], "largest κ"
+    for color, (run, log) in _colored(logs.items()):
+        for name, curve in log.curves.items():
+            panels.setdefault(name, []).append((curve, dict(color=color, label=run, marker=".")))
+        for kind, style in (("W", W), ("W + C", W_PLUS_C)):
+            points = sorted(point for name, curve in log.kappa.items() if name[3:] == kind for point in curve)
+            if points:  # of those of a step the last is the largest
+                kappas.append((dict(points).items(), dict(color=color, label=f"{kind}, {run}", **style)))
+    names = ", ".join(panels)
+    if kappas:
+        panels[worst] = kappas
+    if not panels:
         return _Section("Over training", paragraphs)
+    rows, columns = math.ceil(len(panels) / 3), min(3, len(panels))
 
     def draw(figure) -> None:
-        columns = min(3, len(names) + kappa)
-        axes = list(figure.subplots(-(-(len(names) + kappa) // columns), columns, squeeze=False).flat)
-        for color, (run, log) in _colored(logs.items()):
-            for axis, name in zip(axes, names, strict=False):
-                if name in log.curves:
-                    axis.plot(*zip(*log.curves[name], strict=True), ".-", color=color, label=run)
-            for kind, style in (("W", W), ("W + C", W_PLUS_C)):
-                worst: dict[int, float] = {}
-                for step, value in (p for name, curve in log.kappa.items() if name[3:] == kind for p in curve):
-                    worst[step] = max(value, worst.get(step, 0.0))
-                if worst:
-                    points = zip(*sorted(worst.items()), strict=True)
-                    axes[len(names)].plot(*points, color=color, label=f"{kind}, {run}", **style)
-        for axis, name in zip(axes, names, strict=False):
-            unit = "iteration" if name in ("loss", "gradient norm") else "epoch or iteration of the validation"
-            axis.set(title=_plain(METRICS.get(name, name)), xlabel=unit)
-        if kappa:
-            axes[len(names)].set(title="largest κ", xlabel="iteration", yscale="log")
-        for axis in axes:
-            axis.grid(alpha=0.4) if axis.lines else axis.remove()
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for axis, (name, lines) in zip(axes, panels.items(), strict=False):
+            for points, style in lines:
+                axis.plot(*zip(*points, strict=True), **style)
+            unit = "iteration" if name in ("loss", "gradient norm", worst) else "epoch or iteration of the validation"
+            axis.set(title=_plain(METRICS.get(name, name)), xlabel=unit, yscale="log" if name == worst else "linear")
+        for axis in axes[len(panels) :]:
+            axis.remove()
 
-    picture = _svg(draw, 3.2 * -(-(len(names) + kappa) // 3))
-    return _Section("Over training", paragraphs, [(picture, f"As logged by the runs: {', '.join(names)}.")])
+    picture = _svg(draw, 3.2 * rows)
+    return _Section("Over training", paragraphs, [(picture, f"As logged by the runs: {names}.")])
 
 
 def _saturation(states: Sequence[ModelState]) -> _Section:
@@ -274,18 +274,16 @@ def _saturation(states: Sequence[ModelState]) -> _Section:
 
     def draw(figure) -> None:
         axes = figure.subplots(2, len(CORRELATIONS), sharex=True, sharey="row", squeeze=False)
-        for column, correlation in enumerate(CORRELATIONS):
+        for (above, below), correlation in zip(axes.T, CORRELATIONS, strict=True):
             for color, state in _colored(measured):
                 rows = [value for (_, rho), value in state.saturations.items() if rho == correlation]
                 style = dict(color=color, label=_plain(state.label), **(W_PLUS_C if state.conditioned else W))
-                axes[0, column].plot(range(len(rows)), [row.relative_entropy for row in rows], **style)
-                axes[1, column].plot(range(len(rows)), [row.largest_logit for row in rows], **style)
-            axes[0, column].set(title=f"correlation {correlation:g}", ylim=(-0.03, 1.03))
-            axes[1, column].set(xlabel="layer", yscale="log")
+                above.plot([row.relative_entropy for row in rows], **style)
+                below.plot([row.largest_logit for row in rows], **style)
+            above.set(title=f"correlation {correlation:g}", ylim=(-0.03, 1.03))
+            below.set(xlabel="layer", yscale="log")
         axes[0, 0].set_ylabel("entropy / uniform")
         axes[1, 0].set_ylabel("largest |logit|")
-        for axis in figure.axes:
-            axis.grid(alpha=0.4)
 
     text = (
         "Each attention layer alone is fed with layer-normalised Gaussian tokens that share part of their content. "
@@ -362,7 +360,8 @@ def _svg(draw: Callable, height: float) -> str:
     from matplotlib.figure import Figure
 
     # Text as outlines looks the same everywhere; a fixed salt gives equal files for equal data.
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "mmspectral", "font.size": 10}):
+    fixed = {"svg.fonttype": "path", "svg.hashsalt": "mmspectral", "font.size": 10}
+    with rc_context({**fixed, "axes.grid": True, "grid.alpha": 0.4}):
         figure = Figure(figsize=(9.9, height), layout="constrained")
         draw(figure)
         handles = {}

@@ -8,8 +8,8 @@ from mmengine.config import Config
 from mmpretrain import ImageClassificationInferencer
 from mmpretrain.visualization import UniversalVisualizer
 
-from mmspectral.checkpoints import fit_to_model, read_checkpoint
-from mmspectral.engine.testing import innermost_dataset
+from mmspectral.checkpoints import fit_whole, read_checkpoint
+from mmspectral.engine.testing import for_inferencer
 
 
 class Classifier:
@@ -25,12 +25,13 @@ class Classifier:
 
     def __init__(self, cfg: Config, checkpoint: str, device: str):
         loaded = read_checkpoint(checkpoint)
+        cfg = for_inferencer(cfg)
         meta = loaded.get("meta", {})
         names = meta.get("dataset_meta", {}).get("classes") or meta.get("CLASSES")
         self.inferencer = ImageClassificationInferencer(cfg, pretrained=False, device=device, classes=names)
-        weights, _ = fit_to_model(self.inferencer.model, loaded, checkpoint)
+        weights, _ = fit_whole(self.inferencer.model, loaded, checkpoint)
         self.inferencer.model.load_state_dict(weights.state_dict(), strict=False)
-        self.classes = self.inferencer.classes or innermost_dataset(cfg).get("metainfo", {}).get("classes")
+        self.classes = self.inferencer.classes or cfg.test_dataloader.dataset.get("metainfo", {}).get("classes")
         self.visualizer = UniversalVisualizer()
 
     def __call__(self, images: Sequence[str]) -> list:

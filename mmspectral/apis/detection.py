@@ -9,9 +9,9 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 
-from mmspectral.checkpoints import fit_to_model
-from mmspectral.datasets.check.coco import read_annotations
-from mmspectral.engine.testing import innermost_dataset
+from mmspectral.checkpoints import fit_whole, read_checkpoint
+from mmspectral.datasets.check.coco import entries_with, read_annotations
+from mmspectral.engine.testing import for_inferencer
 from mmspectral.errors import UsageError
 
 # COCO numbered 91 categories and annotated 80 of them; these are the others.
@@ -20,9 +20,14 @@ COCO_CATEGORY_IDS = [number for number in range(1, 91) if number not in _NOT_ANN
 
 
 class _Inferencer(DetInferencer):
-    """mmdet's inferencer, but a checkpoint without class names gets those of the config and not COCO's."""
+    """mmdet's inferencer, but it runs no code of a checkpoint, and one without class names gets those of the config."""
+
+    def __init__(self, cfg: Config, checkpoint: str, device: str):
+        self.checkpoint = checkpoint
+        super().__init__(cfg, device=device, show_progress=False)
 
     def _load_weights_to_model(self, model, checkpoint, cfg):
+        checkpoint = read_checkpoint(self.checkpoint)
         meta = checkpoint.get("meta", {})
         if not {"dataset_meta", "CLASSES"} & meta.keys():
             metainfo = DATASETS.build(ConfigDict(cfg.test_dataloader.dataset, lazy_init=True)).metainfo
@@ -30,7 +35,7 @@ class _Inferencer(DetInferencer):
                 "state_dict": checkpoint.get("state_dict", checkpoint),
                 "meta": {**meta, "dataset_meta": metainfo},
             }
-        weights, _ = fit_to_model(model, checkpoint, "the checkpoint")
+        weights, _ = fit_whole(model, checkpoint, self.checkpoint)
         super()._load_weights_to_model(model, {**checkpoint, "state_dict": weights.state_dict()}, cfg)
 
 
@@ -46,10 +51,11 @@ class Detector:
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str, annotations: dict | None = None):
+        cfg = for_inferencer(cfg)
         cfg.setdefault("visualizer", dict(type="mmdet.DetLocalVisualizer"))
         # Pictures go where the caller says, not to the backends of a training run.
         cfg.visualizer["vis_backends"] = None
-        self.inferencer = _Inferencer(cfg, checkpoint, device=device, show_progress=False)
+        self.inferencer = _Inferencer(cfg, checkpoint, device)
         classes = tuple(self.inferencer.model.dataset_meta["classes"])
         if annotations is None:
             annotations = _config_annotations(cfg)
@@ -83,7 +89,7 @@ class Detector:
 
 
 def _config_annotations(cfg: Config) -> dict | None:
-    dataset = innermost_dataset(cfg)
+    dataset = cfg.test_dataloader.dataset
     if not dataset.get("ann_file"):
         return None
     path = Path(dataset.get("data_root") or "", dataset.ann_file)
@@ -101,7 +107,7 @@ def category_ids(classes: Sequence[str], annotations: dict | None = None) -> tup
         UsageError: A class is not in ``annotations``.
     """
     if annotations is not None:
-        ids = {category["name"]: category["id"] for category in annotations["categories"]}
+        ids = {category["name"]: category["id"] for category in entries_with(annotations, "categories", "name")}
         missing = [name for name in classes if name not in ids]
         if missing:
             raise UsageError(

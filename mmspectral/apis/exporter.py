@@ -19,11 +19,12 @@ from torch.fx.experimental import _config as sizes
 from torch.utils._pytree import tree_leaves
 
 from mmspectral.arguments import host_package
-from mmspectral.checkpoints import fit_to_model, read_checkpoint
+from mmspectral.checkpoints import fit_to_model, fit_whole, read_checkpoint
 from mmspectral.compat.atomic_write import write_atomically
 from mmspectral.errors import UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralViT
+from mmspectral.ops.random_features import PLAIN_OPERATORS
 
 SUFFIXES = {"onnx": ".onnx", "exported-program": ".pt2"}
 TOLERANCE = 1e-4  # of the greatest output, or of 1
@@ -120,14 +121,12 @@ def _require_possible(cfg: Config, target: Path, file_format: str, part: str, fo
 def _load(cfg: Config, checkpoint: str, part: str) -> nn.Module:
     with DefaultScope.overwrite_default_scope(host_package(cfg)):
         model = MODELS.build(copy.deepcopy(cfg.model)).eval()
+    fit = fit_whole if part == "model" else fit_to_model
     try:
-        weights, report = fit_to_model(model, read_checkpoint(checkpoint), checkpoint)
+        weights, report = fit(model, read_checkpoint(checkpoint), checkpoint)
     except ValueError as error:
         raise UsageError(str(error)) from error
     missing = [name for name in report.missing if not name.endswith(".correction")]  # found from W
-    if part == "model":
-        rest = (name for name, _ in model.named_parameters() if not name.startswith("backbone."))
-        missing += [name for name in rest if name not in weights.tensors]
     if missing:
         raise UsageError(f"{checkpoint} lacks {len(missing)} weights, such as {missing[0]}, which would stay random.")
     model.load_state_dict(weights.state_dict(), strict=False)
@@ -161,7 +160,10 @@ def _write_onnx(program: torch.export.ExportedProgram, file: Path):
     import onnxruntime  # an optional dependency
 
     try:
+        program = program.run_decompositions(PLAIN_OPERATORS)
         torch.onnx.export(program, dynamo=True, verbose=False).save(file)
+    except NotImplementedError as error:
+        raise UsageError(f"ONNX cannot hold this model: {error} Pass --format exported-program.") from error
     except torch.onnx.errors.OnnxExporterError as error:
         reason = next(line for line in str(error.__cause__ or error).splitlines() if line.strip())
         raise UsageError(f"ONNX cannot hold this model: {reason} Pass --format exported-program.") from error
@@ -203,15 +205,16 @@ def _remove_branches(model: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(_contiguous)
         if isinstance(module, SpectralViT):
-            module.position_embedding = functools.partial(_position_embedding, module)
+            module.patch_resolution = tuple(map(_Length, module.patch_resolution))
 
 
-def _position_embedding(vit: SpectralViT, grid: tuple[int, int]) -> Tensor:
-    """Interpolate as mmpretrain does, but also to the model's own grid, where that changes nothing."""
-    tokens = vit.pos_embed[:, : vit.num_extra_tokens]
-    positions = vit.pos_embed[:, vit.num_extra_tokens :].unflatten(1, tuple(vit.patch_resolution))  # [1, h, w, D]
-    positions = F.interpolate(positions.permute(0, 3, 1, 2), size=grid, mode=vit.interpolate_mode, align_corners=False)
-    return torch.cat((tokens, positions.flatten(2).transpose(1, 2)), dim=1)
+class _Length(int):
+    """An int that equals no other: mmpretrain skips interpolation to the model's own grid, where it changes nothing."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
 
 
 class _Padding(nn.Module):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmengine.config import Config
 
 from mmspectral.arguments import host_package
-from mmspectral.datasets.check.coco import read_annotations
+from mmspectral.datasets.check.coco import entries_with, is_narrow, read_annotations
 from mmspectral.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Prediction:
 
     images: list[dict] = field(default_factory=list)  # COCO's: id, file name below the common folder, width, height
     records: list[dict] = field(default_factory=list)  # one COCO result a detection, or one entry a classified image
-    unreadable: list[Path] = field(default_factory=list)
+    unreadable: list[Path] = field(default_factory=list)  # or so narrow that they vanish when they are resized
     category_source: str | None = None  # where the category ids are from; None for a classifier
 
 
@@ -38,7 +38,7 @@ def find_images(inputs: Iterable[str]) -> list[Path]:
     Raises:
         UsageError: An input leads to no image.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for name in inputs:
         path = Path(name)
         if path.is_dir():
@@ -49,8 +49,9 @@ def find_images(inputs: Iterable[str]) -> list[Path]:
             files = sorted(Path(file) for file in glob.glob(name, recursive=True) if Path(file).is_file())
         if not files:
             raise UsageError(f"There is no image at {name}; name files, folders with images or patterns.")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        for file in files:
+            found.setdefault(file.parent.resolve() / file.name, file)
+    return list(found.values())
 
 
 def predict(
@@ -86,13 +87,19 @@ def predict(
     Raises:
         UsageError: An image or a class is not in ``ann_file``, or the model is neither mmdet's nor mmpretrain's.
     """
+    import torch
     from mmengine.device import get_device
     from mmengine.registry import DefaultScope
     from rich.progress import track
 
+    from mmspectral.engine import check_config
+
     annotations = read_annotations(ann_file) if ann_file else None
     numbered = list(zip(images, image_ids(images, annotations), strict=True))
     device, host = device or get_device(), host_package(cfg)
+    if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"There is no GPU that torch can use for --device {device}; leave it out, or say cpu.")
+    check_config(cfg)
     # mmpretrain's inferencer builds its pipeline in whatever scope it finds, and mmdet's leaves its own behind.
     with DefaultScope.overwrite_default_scope(host):
         if host == "mmdet":  # each host is imported only for its own models
@@ -113,7 +120,7 @@ def predict(
         samples = predictor([str(path) for path, _, _ in read]) if read else []
         for (path, number, pixels), sample in zip(read, samples, strict=True):
             height, width = pixels.shape[:2]
-            name = path.resolve().relative_to(root).as_posix()
+            name = (path.parent.resolve() / path.name).relative_to(root).as_posix()  # a link is not followed
             result.images.append(dict(id=number, file_name=name, width=width, height=height))
             result.records.extend(predictor.records(sample, result.images[-1]))
             if pictures:
@@ -131,7 +138,7 @@ def _read_rgb(path: Path) -> "np.ndarray | None":
         pixels = mmcv.imread(str(path))
     except (OSError, cv2.error):
         return None
-    return None if pixels is None else mmcv.bgr2rgb(pixels)
+    return None if pixels is None or is_narrow(*pixels.shape[:2]) else mmcv.bgr2rgb(pixels)
 
 
 def _write(out_dir: Path, result: Prediction, categories: list[dict] | None) -> None:
@@ -173,7 +180,7 @@ def image_ids(images: Sequence[Path], annotations: dict | None = None) -> list[i
 
 def _annotated_ids(images: Sequence[Path], annotations: dict) -> list[int]:
     by_name = defaultdict(list)
-    for entry in annotations["images"]:
+    for entry in entries_with(annotations, "images", "file_name"):
         by_name[Path(entry["file_name"]).name].append(entry)
     ids = []
     for image in images:

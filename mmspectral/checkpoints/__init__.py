@@ -2,7 +2,7 @@
 
 from mmspectral.checkpoints.convert import TARGETS, convert, fold_file, publish, unfold_file
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
-from mmspectral.checkpoints.load import LoadReport, fit_to_model, load_backbone
+from mmspectral.checkpoints.load import LoadReport, fit_to_model, fit_whole, load_backbone
 from mmspectral.checkpoints.names import FAMILIES
 from mmspectral.checkpoints.reconcile import (
     GRID_KEY,
@@ -24,6 +24,7 @@ __all__ = [
     "find_weights",
     "fit_pos_embed",
     "fit_to_model",
+    "fit_whole",
     "fold_file",
     "folded_state_dict",
     "load_backbone",

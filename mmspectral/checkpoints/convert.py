@@ -18,8 +18,8 @@ from torch import Tensor
 from mmspectral.checkpoints.files import Weights, find_weights, read_checkpoint, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, Family, Naming, detect, from_mmpretrain, naming_of, to_mmpretrain
 from mmspectral.checkpoints.reconcile import fold_weights, model_sites, noted_sites, unfold_weights
-from mmspectral.compat.checkpoints import refusal_reason, use_safe_loading
-from mmspectral.errors import UnsafeCheckpointError, UsageError
+from mmspectral.compat.checkpoints import refusal_reason
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 from mmspectral.layers import METADATA_KEY, Correction
 
 TARGETS = ("mmpretrain", "mmdet", "timm", "official", "mmseg")
@@ -27,11 +27,10 @@ KEPT = ("meta",)  # beside the weights
 
 
 def _explained(function: Callable) -> Callable:
-    """Read in safe mode, whatever the environment says, and turn what a user can correct into a UsageError."""
+    """Turn what a user can correct into a UsageError."""
 
     @functools.wraps(function)
     def guarded(*args, **kwargs):
-        use_safe_loading()
         try:
             return function(*args, **kwargs)
         except UsageError:
@@ -39,7 +38,7 @@ def _explained(function: Callable) -> Callable:
         except UnsafeCheckpointError as error:
             reason = refusal_reason(error.__cause__)
             raise UsageError(f"The file is not read, because reading it may run code from it: {reason}.") from error
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, DamagedCheckpointError) as error:
             raise UsageError(str(error)) from error
 
     return guarded
@@ -69,7 +68,7 @@ def convert(source: str, target: Path, to: str, family: str | None = None, force
     """
     if to not in TARGETS or family not in (None, *FAMILIES):
         raise UsageError(f"--to is one of {', '.join(TARGETS)}, --family one of {', '.join(FAMILIES)}.")
-    loaded = read_checkpoint(source)
+    loaded = read_checkpoint(source, trust=False)
     weights = find_weights(loaded, source)
     found, naming, backbone, outside = _split(weights, source, family)
     # A head beside the names of a bare backbone, as every other code base has it.
@@ -113,7 +112,7 @@ def fold_file(source: str, target: Path, force: bool = False) -> str:
         UsageError: No weight of the file has a correction that can be folded;
             ``target`` is there and ``force`` is False.
     """
-    loaded = read_checkpoint(source)
+    loaded = read_checkpoint(source, trust=False)
     weights = find_weights(loaded, source)
     folded = fold_weights(weights, source)
     if not folded:
@@ -136,7 +135,7 @@ def unfold_file(cfg: Config, source: str, target: Path, force: bool = False) -> 
     sites = {name: site for name, site in model_sites(model).items() if isinstance(site[0], Correction)}
     if not sites:
         raise UsageError("the config's model has no corrections that could be subtracted.")
-    loaded = read_checkpoint(source)
+    loaded = read_checkpoint(source, trust=False)
     weights = find_weights(loaded, source)
     unfold_weights(weights, sites, source)
     write_checkpoint(_with_rest(loaded, weights.state_dict()), target, force)
@@ -163,7 +162,7 @@ def publish(source: str, target: Path, fold: bool = False, force: bool = False) 
         UsageError: Only some corrections are stored, and ``fold`` is False; the
             file is there and ``force`` is False.
     """
-    loaded = read_checkpoint(source)
+    loaded = read_checkpoint(source, trust=False)
     weights = find_weights(loaded, source)
     notes = noted_sites(weights, source)
     stored = [name for name in notes if (f"{name}." if name else "") + "correction" in weights.tensors]

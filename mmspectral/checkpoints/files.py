@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from mmengine.logging import print_log
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
 from mmspectral.compat.atomic_write import write_atomically
-from mmspectral.compat.checkpoints import FORCE_UNSAFE, load_from_http, load_from_local
+from mmspectral.compat.checkpoints import load_from_local, load_from_source
+from mmspectral.errors import DamagedCheckpointError
 
 # Averaged weights first: they are the ones that were evaluated. mmengine's EMA hook stores the average under
 # `state_dict` and what was not averaged under `ema_state_dict`.
@@ -62,24 +62,27 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def read_checkpoint(source: str) -> object:
-    """Read a file or URL without running code from it.
+def read_checkpoint(source: str | os.PathLike, trust: bool | None = None) -> object:
+    """Read a file, a URL or a name in mmengine's lists without running code from it.
 
     A file ending in ``.safetensors`` is read by the library of that name.
+
+    Args:
+        source: Path, URL or name.
+        trust: Whether code in the file may be run; None is no, unless this
+            process was given ``--trust-checkpoint``.
 
     Raises:
         FileNotFoundError: No such file.
         UnsafeCheckpointError: The file is a pickle that needs code.
         DamagedCheckpointError: The file is no checkpoint.
-        ValueError: The same of a safetensors file.
+        UsageError: It cannot be downloaded.
     """
-    if source.startswith(("http://", "https://")):
-        return load_from_http(source, map_location="cpu")
-    if source.endswith(".safetensors"):
-        return _read_safetensors(source)
-    if "://" in source or os.environ.get(FORCE_UNSAFE) == "1":  # mmengine's other stores; --trust-checkpoint
-        return CheckpointLoader.load_checkpoint(source, map_location="cpu")
-    return load_from_local(source, map_location="cpu")
+    return load_from_source(os.fspath(source), "cpu", trust, _read_file)
+
+
+def _read_file(path: str, map_location: str, trust: bool) -> object:
+    return _read_safetensors(path) if path.endswith(".safetensors") else load_from_local(path, map_location, trust)
 
 
 def find_weights(loaded: object, source: str, entry: str | None = None) -> Weights:
@@ -109,12 +112,20 @@ def find_weights(loaded: object, source: str, entry: str | None = None) -> Weigh
             f"{source} holds no state dict: expected tensors by name, at the top or under "
             f"{', '.join(map(repr, ENTRIES))}, found {_keys(loaded)}."
         )
+    if odd := [name for name in loaded if not isinstance(name, str)]:
+        raise ValueError(f"{source}: a name of the state dict is no string but {odd[0]!r}.")
     tensors = {
         without_wrappers(name): value
         for name, value in loaded.items()
         if isinstance(value, Tensor) and name not in _BOOKKEEPING
     }
+    if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]:
+        raise ValueError(f"{source}: {odd[0]} is sparse or quantized; weights must be plain tensors.")
     metadata = getattr(loaded, "_metadata", {})
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(name, str) and isinstance(entry, Mapping) for name, entry in metadata.items()
+    ):
+        raise ValueError(f"{source} is damaged: the metadata of its state dict is no dict of dicts by name.")
     return Weights(tensors, {without_wrappers(f"{n}.").removesuffix("."): e for n, e in metadata.items()}, chosen)
 
 
@@ -154,12 +165,14 @@ def _read_safetensors(source: str) -> OrderedDict[str, Tensor]:
             state = OrderedDict((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             notes = (file.metadata() or {}).get(SAFETENSORS_METADATA)
     except SafetensorError as error:
-        raise ValueError(f"{source} is no safetensors file, or is damaged: {error}") from error
+        raise DamagedCheckpointError(f"{source} is no safetensors file, or is damaged: {error}") from error
     if notes:
         try:
             state._metadata = OrderedDict(json.loads(notes))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{source} is damaged: its metadata {SAFETENSORS_METADATA!r} is no JSON dict.") from error
+            raise DamagedCheckpointError(
+                f"{source} is damaged: its metadata {SAFETENSORS_METADATA!r} is no JSON dict."
+            ) from error
     return state
 
 

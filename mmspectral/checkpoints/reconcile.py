@@ -10,7 +10,7 @@ position embedding to another grid of patches and other extra tokens.
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -56,13 +56,71 @@ def noted_sites(weights: Weights, source: str) -> dict[str, Site]:
     for name, entry in weights.metadata.items():
         if METADATA_KEY not in entry:
             continue
-        settings = dict(entry[METADATA_KEY])
         try:
+            settings = dict(entry[METADATA_KEY])
             layout = ProjectionLayout(**settings.pop("layout"))
             sites[name] = build_conditioning(settings), layout
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} was trained with a correction that cannot be built here: {error}") from error
     return sites
+
+
+def compare_depths(backbone: nn.Module, names: Collection[str]) -> dict[str, tuple[int, int]]:
+    """Return the lists of blocks in which a file and a backbone differ in number: those of the file, and its own.
+
+    Blocks that the backbone knows of and does not build, see ``whole_depths`` of ours, count as its own.
+    """
+    own = _depths(backbone.state_dict()) | getattr(backbone, "whole_depths", {})
+    return {name: (count, own[name]) for name, count in _depths(names).items() if own.get(name, count) != count}
+
+
+def unaccounted(
+    backbone: nn.Module, weights: Weights, missing: Collection[str], unused: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return which of the names without a counterpart change what the weights were trained for.
+
+    Not those that a backbone of ours knows to be new or cut, and not what belongs
+    to a correction, which :func:`reconcile` compares; of other models, none.
+
+    Args:
+        backbone: The model.
+        weights: Of the file, under its names.
+        missing: Names of the model alone.
+        unused: Names of the file alone.
+    """
+    if not hasattr(backbone, "whole_depths"):
+        return [], []
+    ours = tuple(f"{name}." for name in model_sites(backbone))
+    theirs = tuple(f"{name}." for name, entry in weights.metadata.items() if METADATA_KEY in entry)
+    extra = [name for name in missing if not name.startswith(ours) or name.endswith((".weight", ".bias"))]
+    return (
+        [name for name in extra if not backbone.may_lack(name)],
+        [name for name in unused if not backbone.is_cut(name) and not name.startswith(theirs)],
+    )
+
+
+def check_numbers(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise a ValueError if a parameter's values are not all finite, or one of a buffer is NaN."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            broken = tensor.isnan() if name not in parameters else ~tensor.isfinite()
+            if broken.any():
+                raise ValueError(
+                    f"{source}: {int(broken.sum())} of the {tensor.numel()} values of {name} are NaN or infinite, as "
+                    "after a training that diverged. Take an earlier checkpoint."
+                )
+
+
+def _depths(names: Collection[str]) -> dict[str, int]:
+    depths: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                container = ".".join(parts[:i])
+                depths[container] = max(depths.get(container, 0), int(part) + 1)
+    return depths
 
 
 def reconcile(
@@ -105,7 +163,7 @@ def reconcile(
             continue
         if ours != theirs:
             if _may_convert(theirs, ours):
-                _shift(name, weights, theirs, ours)
+                _shift(name, weights, theirs, ours, source)
                 weights.tensors |= {key: weights.tensors[key].to(dtypes[key]) for key in parameters}
                 changed += 1
             elif theirs is None and not isinstance(ours[0], Correction):
@@ -163,7 +221,7 @@ def fold_weights(weights: Weights, source: str) -> int:
                 f"'{name}.correction' is missing. Load it into the model and use mmspectral.fold(model)."
             )
         warn_of_low_precision(weights.tensors[key] for key in _parameters(name, site[1], weights))
-        _shift(name, weights, site, None)
+        _shift(name, weights, site, None, source)
         weights.metadata[name] = {k: v for k, v in weights.metadata[name].items() if k != METADATA_KEY}
     return len(sites)
 
@@ -206,13 +264,15 @@ def find_grid(length: int, stated: Grid | None, own: Grid, extra_tokens: int) ->
         ValueError: The stated grid does not fit, none fits, or two do.
     """
     if stated is not None:
+        if not isinstance(stated, (tuple, list)) or [type(side) for side in stated] != [int, int] or min(stated) < 1:
+            raise ValueError(f"the grid of patches must be two whole numbers, rows and columns, got {stated!r}.")
         if not 0 <= length - math.prod(stated) <= MOST_EXTRA_TOKENS:
             raise ValueError(
                 f"pos_embed in the checkpoint has {length} rows, but a grid of {stated[0]} x {stated[1]} patches has "
                 f"{math.prod(stated)}, and at most {MOST_EXTRA_TOKENS} more for class and distillation token. "
                 "Correct `pretrained_grid` (rows and columns of patches that the checkpoint was trained with)."
             )
-        return stated
+        return tuple(stated)
     found: dict[Grid, int] = {}
     for extra in range(MOST_EXTRA_TOKENS + 1):
         side = math.isqrt(max(length - extra, 0))
@@ -232,11 +292,12 @@ def find_grid(length: int, stated: Grid | None, own: Grid, extra_tokens: int) ->
     )
 
 
-def fit_pos_embed(pos_embed: Tensor, grid: Grid, own: Tensor, own_grid: Grid, mode: str) -> Tensor:
+def fit_pos_embed(pos_embed: Tensor, grid: Grid, own: Tensor, own_grid: Grid, mode: str, tokens: int = 0) -> Tensor:
     """Return ``pos_embed`` [1, T + h * w, D] resampled to the grid of ``own`` [1, T' + h' * w', D].
 
-    Rows for tokens that the file lacks keep the values they have in ``own``;
-    an embedding that fits already is returned as it is.
+    Of the file's extra tokens, ``tokens`` in number, those without a row get zero
+    (timm's ``no_embed_class``). Rows for tokens that the file lacks keep the
+    values they have in ``own``; an embedding that fits is returned as it is.
     """
     extra = pos_embed.shape[1] - math.prod(grid)
     wanted = own.shape[1] - math.prod(own_grid)
@@ -244,7 +305,8 @@ def fit_pos_embed(pos_embed: Tensor, grid: Grid, own: Tensor, own_grid: Grid, mo
     if extra == wanted:
         return resized
     kept = min(extra, wanted)
-    fresh = own.detach()[:, kept:wanted].to(resized)
+    fresh = own.detach()[:, kept:wanted].to(resized, copy=True)
+    fresh[:, : max(tokens - kept, 0)] = 0
     return torch.cat((resized[:, :kept], fresh, resized[:, extra:]), dim=1)
 
 
@@ -264,17 +326,20 @@ def _may_convert(theirs: Site | None, ours: Site | None) -> bool:
     return preserves and (theirs is None or isinstance(theirs[0], Correction))
 
 
-def _shift(name: str, weights: Weights, theirs: Site | None, ours: Site | None) -> None:
+def _shift(name: str, weights: Weights, theirs: Site | None, ours: Site | None, source: str) -> None:
     """Bring the weights of a site from W of one correction to W of another; None is none."""
     C = weights.tensors.pop(f"{name}.correction".removeprefix("."), None)  # where it is stored, in the file
     for key, layout in _parameters(name, (theirs or ours)[1], weights).items():
         weight = weights.tensors[key]
         exact = weight.double() if ours and weight.dtype.itemsize >= 4 else at_least_float32(weight)
-        if C is not None:
-            exact = exact + C
-        elif theirs is not None:
-            exact = theirs[0].corrected(exact, layout)
-        weights.tensors[key] = exact.to(weight.dtype) if ours is None else ours[0].uncorrected(exact, layout)
+        try:
+            if C is not None:
+                exact = exact + C
+            elif theirs is not None:
+                exact = theirs[0].corrected(exact, layout)
+            weights.tensors[key] = exact.to(weight.dtype) if ours is None else ours[0].uncorrected(exact, layout)
+        except (RuntimeError, ValueError) as error:  # of a shape that is not that of the noted rows
+            raise ValueError(f"{source}: the function of {key} cannot be kept: {error}") from error
 
 
 def _note(site: Site) -> dict:

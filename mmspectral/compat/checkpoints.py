@@ -8,21 +8,26 @@ reaches every builtin function, and it reads a file that is still refused a
 second time without protection. So the loaders are replaced here.
 """
 
+import contextlib
 import os
 import pickle
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from mmengine.dist import get_dist_info
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
-from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError
+from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 
 FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -70,8 +75,8 @@ def allow_mmengine_checkpoints() -> None:
     torch.serialization.add_safe_globals(list(SAFE_GLOBALS))
 
 
-def load_from_local(filename: str, map_location: Any = None) -> dict:
-    """Read a local checkpoint, ``~`` being the home folder, to ``map_location``; never run code from it.
+def load_from_local(filename: str, map_location: Any = None, trust: bool = False) -> dict:
+    """Read a local checkpoint, ``~`` being the home folder, to ``map_location``; run code from it only with ``trust``.
 
     Raises:
         FileNotFoundError: No such file.
@@ -84,14 +89,20 @@ def load_from_local(filename: str, map_location: Any = None) -> dict:
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint {filename}.")
     with path.open("rb") as file:
-        has_checksums = file.read(len(_ZIP)) == _ZIP
-    if has_checksums and (damage := find_damage(path)):
+        beginning = file.read(len(_ZIP))
+    if beginning == _ZIP and (damage := find_damage(path)):
         raise DamagedCheckpointError(f"{filename} is damaged: {damage}. Copy or download it again, or take another.")
     allow_mmengine_checkpoints()
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with _environment(FORCE_UNSAFE if trust else FORCE_SAFE):
+            return torch.load(path, map_location=map_location, weights_only=not trust)
     except pickle.UnpicklingError as error:
-        raise _refusal(filename, error) from error
+        if beginning != _ZIP and beginning[:1] != b"\x80" and "GLOBAL" not in str(error):  # such as a web page
+            raise DamagedCheckpointError(f"{filename} is no checkpoint.") from error
+        raise UnsafeCheckpointError(
+            f"{filename} is not read, because reading it may run code from it ({refusal_reason(error)}). "
+            "Pass --trust-checkpoint if you trust where the file comes from."
+        ) from error
     except (FileNotFoundError, PermissionError, MemoryError):
         raise
     except Exception as error:  # torch stumbles over damaged bytes in as many ways as there are: IndexError, KeyError
@@ -108,38 +119,121 @@ def refusal_reason(error: pickle.UnpicklingError) -> str:
     return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or "it is damaged"
 
 
-def _refusal(filename: str, error: pickle.UnpicklingError) -> UnsafeCheckpointError:
-    return UnsafeCheckpointError(
-        f"{filename} is not read, because reading it may run code from it ({refusal_reason(error)}). "
-        "Pass --trust-checkpoint if you trust where the file comes from."
-    )
+def load_from_source(
+    source: str, map_location: Any = None, trust: bool | None = None, read: Callable = load_from_local
+) -> Any:
+    """Read a checkpoint that is a local file, on the web, or in one of mmengine's lists, such as ``openmmlab://``.
 
+    Downloads are kept in torch's cache, where a damaged one does not stay.
 
-def load_from_http(filename: str, map_location: Any = None) -> dict:
-    """Download a checkpoint and read it; runs no code from it once :func:`use_safe_loading` was called.
+    Args:
+        source: Path, URL or name.
+        map_location: As in ``torch.load``.
+        trust: Whether code that the file holds is run; None is what
+            :func:`use_trusting_loading` or :func:`use_safe_loading` said, and no.
+        read: Reads a local file, with the arguments of :func:`load_from_local`.
 
     Raises:
-        UnsafeCheckpointError: As for :func:`load_from_local`.
+        UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError: As for :func:`load_from_local`.
+        UsageError: The file cannot be downloaded.
     """
+    trust = _trusted if trust is None else trust
+    scheme, separator, name = source.partition("://")
+    if not separator:
+        return read(source, map_location, trust)
+    url = _listed(scheme, name) if scheme in _LISTS else source
+    if not url.startswith(("http://", "https://")):
+        if not trust:
+            raise UnsafeCheckpointError(
+                f"{source} is not read, because mmengine's loader of {scheme}:// may run code from it. Copy the file "
+                "to this machine, or pass --trust-checkpoint if you trust where it comes from."
+            )
+        loader = next(loader for prefix, loader in _mmengine_loaders.items() if re.match(prefix, source))
+        with _environment(FORCE_UNSAFE):
+            return loader(source, map_location)
+    rank, ranks = get_dist_info()
     try:
-        return mmengine_checkpoint.load_from_http(filename, map_location)
-    except pickle.UnpicklingError as error:
-        raise _refusal(filename, error) from error
+        if rank == 0:
+            _download(url)
+    finally:
+        if ranks > 1:
+            torch.distributed.barrier()
+    path = _download(url)
+    try:
+        loaded = read(str(path), map_location, trust)
+    except DamagedCheckpointError as error:
+        path.unlink(missing_ok=True)
+        raise DamagedCheckpointError(f"{url} came damaged and is not kept; try again. {error}") from error
+    return mmengine_checkpoint._process_mmcls_checkpoint(loaded) if scheme == "mmcls" else loaded
+
+
+_LISTS = {  # of names, by scheme; the values of each list are URLs
+    **dict.fromkeys(("torchvision", "modelzoo"), mmengine_checkpoint.get_torchvision_models),
+    **dict.fromkeys(("open-mmlab", "openmmlab"), mmengine_checkpoint.get_external_models),
+    "mmcls": mmengine_checkpoint.get_mmcls_models,
+}
+_HASH = re.compile(r"-([0-9a-f]{8,})\.\w+$")  # beginning of the SHA-256, in the names that torch and OpenMMLab publish
+
+
+def _listed(scheme: str, name: str) -> str:
+    urls = _LISTS[scheme]()
+    name = mmengine_checkpoint.get_deprecated_model_names().get(name, name)
+    if name not in urls:
+        raise UsageError(f"mmengine's list for {scheme}:// has no {name}.")
+    return urls[name]
+
+
+def _download(url: str) -> Path:
+    """Return the file of a URL in torch's cache, where :func:`torch.hub.load_state_dict_from_url` has it, too."""
+    try:
+        path = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
+        if path.is_file():
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stated = _HASH.search(path.name)
+        torch.hub.download_url_to_file(url, str(path), stated and stated[1], progress=sys.stderr.isatty())
+    except (OSError, HTTPException, ValueError) as error:
+        raise UsageError(f"{url} cannot be downloaded: {error}.") from error
+    except RuntimeError as error:
+        raise DamagedCheckpointError(f"{url} came damaged and is not kept; try again: {error}.") from error
+    return path
+
+
+@contextlib.contextmanager
+def _environment(switch: str) -> Iterator[None]:
+    """Set one of torch's two switches, which would overrule our arguments, for as long as a file is read."""
+    before = {name: os.environ.pop(name, None) for name in (FORCE_SAFE, FORCE_UNSAFE)}
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[switch]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+_mmengine_loaders = dict(CheckpointLoader._schemes)
+_trusted = False  # what this process was told; an environment variable could be inherited
 
 
 def use_safe_loading() -> None:
-    """Make mmengine and torch read checkpoints in safe mode, here and in child processes."""
-    allow_mmengine_checkpoints()
-    os.environ.pop(FORCE_UNSAFE, None)
-    os.environ[FORCE_SAFE] = "1"
-    CheckpointLoader.register_scheme("", loader=load_from_local, force=True)
-    CheckpointLoader.register_scheme(("http://", "https://"), loader=load_from_http, force=True)
+    """Make mmengine and torch read checkpoints in safe mode, here and in child processes.
+
+    The line that makes mmpretrain's ``get_model`` and mmdet's ``init_detector`` refuse a checkpoint that holds code.
+    """
+    _set_loading(FORCE_SAFE)
 
 
 def use_trusting_loading() -> None:
-    """Let checkpoints run code when they are read, here and in child processes."""
-    os.environ.pop(FORCE_SAFE, None)
+    """Let checkpoints run code when they are read in this process."""
     # The original mmengine does not say how to load, and torch >= 2.6 then refuses.
-    os.environ[FORCE_UNSAFE] = "1"
-    CheckpointLoader.register_scheme("", loader=mmengine_checkpoint.load_from_local, force=True)
-    CheckpointLoader.register_scheme(("http://", "https://"), loader=mmengine_checkpoint.load_from_http, force=True)
+    _set_loading(FORCE_UNSAFE)
+
+
+def _set_loading(switch: str) -> None:
+    global _trusted
+    _trusted = switch == FORCE_UNSAFE
+    allow_mmengine_checkpoints()
+    for name in (FORCE_SAFE, FORCE_UNSAFE):
+        os.environ.pop(name, None)
+    os.environ[switch] = "1"
+    CheckpointLoader.register_scheme(list(_mmengine_loaders), loader=load_from_source, force=True)

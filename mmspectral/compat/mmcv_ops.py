@@ -33,11 +33,18 @@ class TorchvisionExtensionFinder(importlib.abc.MetaPathFinder, importlib.abc.Loa
         """
         if fullname != EXTENSION or importlib.util.find_spec("torchvision") is None:
             return None
-        _refuse_to_mask_a_binary(path or ())
+        # Whatever Python can load was found before this finder was asked.
+        for folder in filter(os.path.isdir, path or ()):
+            for name in os.listdir(folder):
+                if name.startswith("_ext.") and name.endswith((".so", ".pyd")):
+                    file = os.path.join(folder, name)
+                    raise ImportError(
+                        f"{file} was built for another Python than {sys.version.split()[0]}; reinstall mmcv with this "
+                        "Python, or remove the file to let torchvision serve mmcv's operators.",
+                        name=EXTENSION,
+                        path=file,
+                    )
         return importlib.machinery.ModuleSpec(fullname, self, origin=STAND_IN)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Leave the making of the module to the import system."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module with torchvision's operators, and with one that raises for each other name.
@@ -75,18 +82,3 @@ def mmcv_ops_backend() -> str:
     except Exception as error:  # a broken binary may raise anything
         return f"broken: {error}"
     return "torchvision" if getattr(extension, MARK, False) else "compiled"
-
-
-def _refuse_to_mask_a_binary(path: Iterable[str]) -> None:
-    # Whatever Python can load was found before this finder was asked.
-    stem = EXTENSION.rpartition(".")[2]
-    for folder in filter(os.path.isdir, path):
-        for name in os.listdir(folder):
-            if name.startswith(f"{stem}.") and name.endswith((".so", ".pyd")):
-                file = os.path.join(folder, name)
-                raise ImportError(
-                    f"{file} was built for another Python than {sys.version.split()[0]}; reinstall mmcv with this "
-                    "Python, or remove the file to let torchvision serve mmcv's operators.",
-                    name=EXTENSION,
-                    path=file,
-                )

@@ -104,60 +104,39 @@ def softnms(
         else:
             decay = torch.zeros_like(overlap) if method == 0 else 1 - overlap
             left[waiting] *= torch.where(overlap >= iou_threshold, decay, torch.ones_like(overlap))
-        waiting = _keep(waiting, left[waiting] >= min_score)
+        keep = left[waiting] >= min_score
+        count = int(keep.sum())
+        queue = waiting[:count].clone()
+        queue[~keep[:count]] = waiting[count:][keep[count:]].flip(0)  # gaps are filled from the end
+        waiting = queue
     return torch.stack(kept) if kept else waiting
 
 
 def roi_align_forward(
-    input: Tensor,
-    rois: Tensor,
-    output: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, *args, **kwargs
 ) -> None:
     """Write average RoIAlign (arXiv 1703.06870) of ``input`` [B, C, H, W] into ``output`` [K, C, h, w].
 
     ``rois`` [K, 5] hold an index into the batch, x1, y1, x2, y2. ``argmax_y`` and ``argmax_x``, which belong to the
-    maximum, are not used.
+    maximum, are not used. The others are ``aligned_height``, ``aligned_width``, ``spatial_scale``, ``sampling_ratio``,
+    ``pool_mode`` and ``aligned``.
 
     Raises:
         RuntimeError: ``pool_mode`` is not 1, the average.
     """
-    size = (aligned_height, aligned_width)
-    output.copy_(_roi_align(_at_least_float32(input), rois, size, spatial_scale, sampling_ratio, pool_mode, aligned))
+    output.copy_(_roi_align(_at_least_float32(input), rois, *args, **kwargs))
 
 
 def roi_align_backward(
-    grad_output: Tensor,
-    rois: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    grad_input: Tensor,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    grad_output: Tensor, rois: Tensor, argmax_y: Tensor, argmax_x: Tensor, grad_input: Tensor, *args, **kwargs
 ) -> None:
-    """Add the gradient of :func:`roi_align_forward` to ``grad_input`` [B, C, H, W].
-
-    Raises:
-        RuntimeError: ``pool_mode`` is not 1.
-    """
+    """Add the gradient of :func:`roi_align_forward`, which has the same settings, to ``grad_input`` [B, C, H, W]."""
     # RoIAlign is linear, so any features of this shape have the same gradient. Going through torchvision's public
     # function costs a forward pass, but its backward kernel refuses to run on CUDA under
     # torch.use_deterministic_algorithms, where that function takes another way (pytorch/vision#7579).
     features = _at_least_float32(grad_input).detach().requires_grad_()
     with torch.enable_grad():
-        size = (aligned_height, aligned_width)
-        pooled = _roi_align(features, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
+        pooled = _roi_align(features, rois, *args, **kwargs)
     grad_input.add_(torch.autograd.grad(pooled, features, _at_least_float32(grad_output))[0])
 
 
@@ -233,11 +212,19 @@ def _ms_deform_attn(value: Tensor, shapes: Tensor, locations: Tensor, weights: T
 
 
 def _roi_align(
-    features: Tensor, rois: Tensor, size: tuple[int, int], scale: float, ratio: int, pool_mode: int, aligned: bool
+    features: Tensor,
+    rois: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
 ) -> Tensor:
     if pool_mode != 1:
         raise RuntimeError(f"torchvision has no RoIAlign with pool_mode='max'; use 'avg', or {HOW_TO_COMPILE}.")
-    return torchvision.ops.roi_align(features, rois.to(features), size, scale, ratio, aligned)
+    size = (aligned_height, aligned_width)
+    return torchvision.ops.roi_align(features, rois.to(features), size, spatial_scale, sampling_ratio, aligned)
 
 
 def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:
@@ -253,15 +240,6 @@ def _focal_loss(logits: Tensor, target: Tensor, weight: Tensor, gamma: float, al
         rows = torch.where(positive.any(dim=1), target, -1)
         loss = loss * F.pad(_at_least_float32(weight), (0, 1), value=1.0)[rows][:, None]
     return loss
-
-
-def _keep(queue: Tensor, keep: Tensor) -> Tensor:
-    """Shorten ``queue`` to where ``keep`` is true, filling gaps from the end as mmcv does."""
-    count = int(keep.sum())
-    head, tail = keep[:count], keep[count:]
-    shortened = queue[:count].clone()
-    shortened[~head] = queue[count:][tail].flip(0)
-    return shortened
 
 
 def _with_offset(boxes: Tensor, offset: int) -> Tensor:

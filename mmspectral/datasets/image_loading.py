@@ -8,6 +8,7 @@ import mmcv.transforms
 from mmengine.logging import print_log
 from PIL import Image
 
+from mmspectral.datasets.check.coco import is_narrow
 from mmspectral.registry import TRANSFORMS
 
 # How a complete file of the format ends, by how it begins.
@@ -16,7 +17,7 @@ _TAIL = 4096  # bytes; some cameras and editors append a few after the end
 
 
 class UnreadableImageError(RuntimeError):
-    """An image is missing, damaged or cut short."""
+    """An image is missing, damaged, cut short or of another size than its annotations."""
 
 
 @TRANSFORMS.register_module()
@@ -44,15 +45,18 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
         Raises:
             UnreadableImageError: It cannot be read, and is not to be skipped.
         """
-        path = results["img_path"]
+        path, stated = results["img_path"], (results.get("height"), results.get("width"))
         try:
             if not self.backend_args and not self.file_client_args and "://" not in str(path):
                 _require_end(path)
-            return super().transform(results)
+            loaded = super().transform(results)
+            if loaded is not None:
+                _require_size(*loaded["img"].shape[:2], *stated)
+            return loaded
         except (OSError, AssertionError, ValueError, cv2.error) as error:
             if self.ignore_empty:  # mmcv's own way to skip
                 return None
-            reason = f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+            reason = f"{path} cannot be used: {' '.join(str(error).split()) or type(error).__name__}"
             if not self.skip_unreadable:
                 raise UnreadableImageError(
                     f"{reason}. Restore the file or take it out of the annotations; to train without it, "
@@ -64,6 +68,17 @@ class LoadImageFromFile(mmcv.transforms.LoadImageFromFile):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, skip_unreadable={self.skip_unreadable})"
+
+
+def _require_size(height: int, width: int, stated_height: int | None, stated_width: int | None) -> None:
+    """Raise ValueError if an image is not as large as its annotations say, or vanishes when it is resized."""
+    if None not in (stated_height, stated_width) and (height, width) != (stated_height, stated_width):
+        raise ValueError(
+            f"it is {width} x {height} pixels (turned, if its EXIF says so), its annotations are for {stated_width} x "
+            f"{stated_height}"
+        )
+    if is_narrow(height, width):
+        raise ValueError(f"with {width} x {height} pixels it vanishes when it is resized")
 
 
 def _require_end(path: str) -> None:

@@ -6,16 +6,36 @@ from pathlib import Path
 from mmengine.config import Config, ConfigDict
 from mmengine.evaluator import DumpResults
 
-from mmspectral.arguments import host_package
+from mmspectral.arguments import host_package, type_name
 from mmspectral.errors import UsageError
 
 
-def innermost_dataset(cfg: Config) -> ConfigDict:
-    """Return the test dataset's settings below wrappers such as ``RepeatDataset``."""
-    dataset = cfg.test_dataloader.dataset
-    while "dataset" in dataset:
-        dataset = dataset["dataset"]
-    return dataset
+def innermost_datasets(cfg: Config) -> list[ConfigDict]:
+    """Return the settings of the test datasets below wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    found, waiting = [], [cfg.test_dataloader.dataset]
+    while waiting:
+        dataset = waiting.pop(0)
+        inner = dataset.get("datasets", dataset.get("dataset"))
+        if inner is None:
+            found.append(dataset)
+        else:
+            waiting += inner if isinstance(inner, (list, tuple)) else [inner]
+    return found
+
+
+def for_inferencer(cfg: Config) -> Config:
+    """Return a copy with the first test dataset alone, and with names in its pipeline that the inferencers know."""
+    dataset = deepcopy(innermost_datasets(cfg)[0])
+    for step in dataset.pipeline:
+        package, _, path = type_name(step).partition(".")
+        name = path.rpartition(".")[2] or package
+        if name == "LoadImageFromFile":  # which an inferencer replaces
+            step.type = name
+        elif not isinstance(step.type, str):
+            step.type = f"{package}.{name}" if package in ("mmdet", "mmpretrain", "mmspectral") else name
+    cfg = deepcopy(cfg)
+    cfg.test_dataloader.dataset = dataset
+    return cfg
 
 
 def show_predictions(cfg: Config, folder: str | None, window: bool = False, wait_time: float = 2.0) -> None:
@@ -66,25 +86,39 @@ def use_test_time_augmentation(cfg: Config) -> list[str]:
         notes.append("The config has no tta_model; the host's default is used.")
         merging = dict(nms=dict(type="nms", iou_threshold=0.5), max_per_img=100)
         cfg.tta_model = (
-            dict(type="mmdet.DetTTAModel", tta_cfg=merging) if detection else dict(type="mmpretrain.AverageClsScoreTTA")
+            dict(type="DetTTAModel", tta_cfg=merging) if detection else dict(type="mmpretrain.AverageClsScoreTTA")
         )
-    if cfg.tta_model.type.endswith("DetTTAModel") and cfg.model.get("roi_head", {}).get("mask_head") is not None:
+    merges_boxes = type_name(cfg.tta_model).rpartition(".")[2] == "DetTTAModel"
+    if merges_boxes:
+        cfg.tta_model.type = _merging_type()
+    heads = (cfg.model.get("roi_head", {}).get("mask_head"), cfg.model.get("mask_head"), cfg.model.get("panoptic_head"))
+    if merges_boxes and any(head is not None for head in heads):
         raise UsageError(
-            "mmdet cannot merge the masks of several views. Test without --tta, or the boxes alone with "
+            "mmdet cannot merge the masks of several views. Test without --tta, or the boxes of a roi_head alone with "
             "--cfg-options model.roi_head.mask_head=None test_evaluator.metric=bbox."
         )
-    dataset = innermost_dataset(cfg)
+    datasets = innermost_datasets(cfg)
     if "tta_pipeline" not in cfg:
         notes.append("The config has no tta_pipeline; the image and its mirror image are used.")
-        *pipeline, packing = deepcopy(dataset.pipeline)
+        *pipeline, packing = deepcopy(datasets[0].pipeline)
         if detection:
             shapes = ("ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
             packing["meta_keys"] = ("img_id", "img_path", *shapes)
         flips = [dict(type="RandomFlip", prob=1.0), dict(type="RandomFlip", prob=0.0)]
         cfg.tta_pipeline = [*pipeline, dict(type="TestTimeAug", transforms=[flips, [packing]])]
-    cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
-    dataset.pipeline = cfg.tta_pipeline
+    if type_name(cfg.model) != type_name(cfg.tta_model):  # the config that such a test has written down
+        cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
+    for dataset in datasets:
+        dataset.pipeline = cfg.tta_pipeline
     return notes
+
+
+def _merging_type() -> str:
+    """Return the name of mmdet's model for several views, which its fork registers with mmengine."""
+    import mmdet.models  # noqa: F401 - registers it
+    from mmdet.registry import MODELS
+
+    return "mmdet.DetTTAModel" if "DetTTAModel" in MODELS.module_dict else "mmengine.DetTTAModel"
 
 
 def predictions_writer(cfg: Config, path: str) -> DumpResults:

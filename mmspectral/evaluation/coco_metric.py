@@ -10,6 +10,9 @@ from mmdet.datasets.api_wrappers import COCO
 from mmengine.logging import print_log
 from terminaltables import AsciiTable
 
+from mmspectral.datasets.check.coco import CocoUse, check_content
+from mmspectral.datasets.check.report import SplitReport
+from mmspectral.errors import UsageError
 from mmspectral.registry import METRICS
 
 # The entries of `COCOeval.stats` by names of mmdet, which has other numbers of detections, of ours, and of COCO.
@@ -60,6 +63,7 @@ class CocoMetric(_base_metric()):
 
     Raises:
         ValueError: ``metric`` is not as described.
+        UsageError: An annotation cannot be evaluated, or is misread (when the evaluator gets the dataset's metainfo).
     """
 
     def __init__(
@@ -78,23 +82,48 @@ class CocoMetric(_base_metric()):
             ann_file=ann_file, metric=metrics, proposal_nums=(1, 10, 100), metric_items=_MMDET_ITEMS, **kwargs
         )
 
+    @property
+    def dataset_meta(self) -> dict | None:
+        """Metainfo of the dataset; as it is set, before the first batch, the ground truth is checked against it."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, meta: dict) -> None:
+        self._dataset_meta = meta
+        if self._coco_api is None and meta.get("ann_file") is not None:
+            self._coco_api = COCO(meta["ann_file"])
+        if self._coco_api is not None and not self.format_only and "classes" in meta:
+            self._require_sound(self._coco_api, meta["classes"])
+
+    def _require_sound(self, coco: Any, classes: Sequence[str]) -> None:
+        """Refuse what COCO's evaluator would misread; number the annotations from 1, as it takes 0 for no match."""
+        report = SplitReport("ground truth")
+        use = CocoUse(tuple(classes), training=False, evaluated=frozenset(self.metrics))
+        check_content(report, coco.dataset, use)
+        if report.errors:
+            raise UsageError("The annotations cannot be evaluated: " + " ".join(report.errors))
+        annotations = coco.dataset.get("annotations", [])
+        for number, annotation in enumerate(annotations, 1):
+            annotation["id"] = number
+            annotation.setdefault("iscrowd", 0)
+        coco.anns = {annotation["id"]: annotation for annotation in annotations}
+
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Collect the predictions of one batch, as mmdet does, with the dataset's annotations as ground truth."""
-        if self._coco_api is None:
-            ann_file = (self.dataset_meta or {}).get("ann_file")
-            if ann_file is not None:
-                self._coco_api = COCO(ann_file)
-            elif not self.results:
-                print_log(
-                    "CocoMetric has no ann_file: ground truth is rebuilt from the data samples, with box areas and "
-                    "without crowd regions, so the numbers are not COCO's. Set val_evaluator.ann_file.",
-                    logger="current",
-                    level=logging.WARNING,
-                )
+        """Collect the predictions of one batch, as mmdet does, and say once where there is no annotation file."""
+        if self._coco_api is None and not self.results:
+            print_log(
+                "CocoMetric has no ann_file: ground truth is rebuilt from the data samples, with box areas and "
+                "without crowd regions, so the numbers are not COCO's. Set val_evaluator.ann_file.",
+                logger="current",
+                level=logging.WARNING,
+            )
         super().process(data_batch, data_samples)
 
     def compute_metrics(self, results: list) -> dict[str, float]:
         """Return the numbers, keyed ``{metric}_{item}``, and log them as a table for each metric."""
+        if self._coco_api is not None:  # a dataset may use a part of the file
+            seen = {truth["img_id"] for truth, _ in results}
+            self.img_ids = [number for number in self._coco_api.get_img_ids() if number in seen]
         found = super().compute_metrics(results)
         if self.format_only:
             return found
@@ -109,6 +138,6 @@ class CocoMetric(_base_metric()):
 
     def _without_detections(self) -> list[float]:
         """Return the twelve numbers that COCO's evaluator gives to no detections: 0, or -1 without ground truth."""
-        ids = self._coco_api.getAnnIds(imgIds=self.img_ids, catIds=self.cat_ids, iscrowd=False)
-        areas = [annotation["area"] for annotation in self._coco_api.loadAnns(ids)]
+        found = self._coco_api.loadAnns(self._coco_api.getAnnIds(imgIds=self.img_ids, catIds=self.cat_ids))
+        areas = [annotation["area"] for annotation in found if not annotation.get("iscrowd")]
         return [0.0 if any(low <= area <= high for area in areas) else _NOT_AVAILABLE for low, high in _AREA_RANGES]

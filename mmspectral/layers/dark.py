@@ -6,7 +6,7 @@ Shape legend: B batch, h heads, H key heads, N tokens, L tokens of the context, 
 from torch import Tensor, nn
 
 from mmspectral.layers.kernels import ConstantKernel, RandomFeatureKernel, build_kernel
-from mmspectral.ops.random_features import FeatureState, attend, summarise_keys
+from mmspectral.ops.random_features import FeatureState, attend, linear_attention, summarise_keys
 
 
 class DarkAttention(nn.Module):
@@ -89,13 +89,12 @@ class DarkAttention(nn.Module):
         attn_mask: Tensor | None = None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, FeatureState]:
-        """Attend to a state that holds all earlier keys in constant memory, without gradient; for decoding.
+        """Attend to a state that holds all earlier keys in constant memory; for decoding.
 
-        In self-attention ``x`` joins the state and then attends to it: one token
-        at a time is causal attention. Tokens of one call all see each other, so
-        of a prompt ``forward(prompt, is_causal=True)`` is the output and
-        ``step(prompt)[1]`` the state. In cross-attention ``context`` joins the
-        state; without it x attends to what was there before.
+        In self-attention this is causal attention, some tokens at a time: a prompt
+        whole or in pieces, then token by token. In cross-attention ``context`` joins
+        the state; without it x attends to what was there before. Gradients reach
+        ``x`` and what ``state`` was computed from; the state returned has none.
 
         Args:
             x: [B, N, D].
@@ -118,9 +117,10 @@ class DarkAttention(nn.Module):
         carried = self.context_dim is not None and context is None and state is not None
         q, k, v = self._project(x, None if carried else self._attended(x, context))
         features = self.kernel.features()
-        if not carried:
-            state = summarise_keys(k, v, features, attn_mask, state)
-        return self._output(attend(q, features, state)), state
+        if carried:
+            return self._output(attend(q, features, state)), state
+        out = linear_attention(q, k, v, features, attn_mask, self.context_dim is None, state)
+        return self._output(out), summarise_keys(k, v, features, attn_mask, state)
 
     def attention_logits(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Return logits whose softmax the attention is, [B, h, N, L], for arguments of :meth:`forward`."""

@@ -35,6 +35,7 @@ class ConditionedBackbone:
     scratch_init_cfg = dict(type="TruncNormal", layer="Linear", std=0.02, bias=0.0)  # as in the official codes
     with_cp: bool
     norm_eval = False
+    whole_depths: dict[str, int]  # entries of each list of blocks or stages in the whole model, before any is cut
     probe_length = 196  # tokens that one attention sees: 224-pixel images in patches of 16
 
     def init_weights(self) -> None:
@@ -44,14 +45,18 @@ class ConditionedBackbone:
         """
         if self.is_init:
             return
-        init_cfg = self.init_cfg
-        if not (isinstance(init_cfg, dict) and init_cfg.get("type") in ("Pretrained", PretrainedInit)):
-            super().init_weights()
-            return
-        self.init_cfg = self.scratch_init_cfg
+        given = self.init_cfg
+        entries = given if isinstance(given, (list, tuple)) else [given] if given else []
+        pretrained = [entry for entry in entries if _is_pretrained(entry)]
+        scratch = [entry for entry in entries if entry not in pretrained]
+        self.init_cfg = scratch or self.scratch_init_cfg
+        self._init_from_scratch()
+        self.init_cfg = given
+        for entry in pretrained:
+            load_backbone(self, **{key: value for key, value in entry.items() if key not in ("type", "map_location")})
+
+    def _init_from_scratch(self) -> None:
         super().init_weights()
-        self.init_cfg = init_cfg
-        load_backbone(self, **{key: value for key, value in init_cfg.items() if key not in ("type", "map_location")})
 
     def train(self, mode: bool = True) -> ConditionedBackbone:
         """Set training mode, keeping frozen stages (and batch norms, with ``norm_eval``) in eval mode."""
@@ -87,6 +92,10 @@ class ConditionedBackbone:
 
     def is_cut(self, name: str) -> bool:
         """Return whether a parameter of the whole model belongs to a part that this one does not build."""
+        return False
+
+    def may_lack(self, name: str) -> bool:
+        """Return whether a parameter starts as initialised where a checkpoint does not have it."""
         return False
 
     def warn_if_saturated(self) -> None:
@@ -142,11 +151,20 @@ class StagedBackbone(ConditionedBackbone):
     def is_cut(self, name: str) -> bool:
         head, _, rest = name.partition(".")
         if head == "stages":
-            index, _, rest = rest.partition(".")
-            if int(index) >= len(self.stages):
-                return True
-            return rest.startswith("downsample.") and self.stages[int(index)].downsample is None
+            last = len(self.stages) - 1
+            later = last < index_in(rest) < self.whole_depths["stages"]
+            return later or (rest.startswith(f"{last}.downsample.") and self.stages[last].downsample is None)
         return re.fullmatch(r"norm\d+", head) is not None and not hasattr(self, head)
+
+    def may_lack(self, name: str) -> bool:
+        """The norms of maps before the last, which a classifier does not have."""
+        found = re.match(r"norm(\d+)\.", name)
+        return found is not None and int(found[1]) < self.whole_depths["stages"] - 1
+
+    def _count_blocks(self) -> None:
+        """Note how deep the model is; before anything is cut."""
+        depths = {f"stages.{i}.blocks": len(stage.blocks) for i, stage in enumerate(self.stages)}
+        self.whole_depths = {"stages": len(self.stages), **depths}
 
     def _freeze_stages(self) -> None:
         n = self.frozen_stages
@@ -173,6 +191,17 @@ def _drop_cut(module: ConditionedBackbone, state_dict: dict, prefix: str, *_: ob
     for name in [name for name in state_dict if name.startswith(prefix)]:
         if module.is_cut(name.removeprefix(prefix)):
             del state_dict[name]
+
+
+def _is_pretrained(entry: dict) -> bool:
+    kind = entry.get("type")
+    return kind is PretrainedInit or (isinstance(kind, str) and kind.rpartition(".")[2] == "Pretrained")
+
+
+def index_in(name: str) -> int:
+    """Return the number with which a dotted name begins, or -1."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def usable_norm_cfg(norm_cfg: dict | None) -> dict | None:

@@ -1,11 +1,9 @@
 import importlib
-import sys
 
 import pytest
 import torch
 
 from mmspectral.compat import mmcv_ops_backend, torchvision_ops
-from tests.helpers import ROOT, run
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -23,17 +21,6 @@ def operators(request):
     if mmcv_ops_backend() != "compiled":
         pytest.skip("this mmcv has no compiled operators")
     return importlib.import_module("mmcv._ext")
-
-
-@pytest.fixture
-def fresh_process(tmp_path):
-    """Run code in a new interpreter and return what it printed; ``folders`` come first on its path."""
-
-    def run_code(code, *folders, python=sys.executable, arguments=("-c",)):
-        command = [python, *arguments, *([code] if code else [])]
-        return run(*command, path=(*folders, ROOT), cwd=tmp_path)
-
-    return run_code
 
 
 @pytest.fixture

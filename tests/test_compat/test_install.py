@@ -10,9 +10,7 @@ import pytest
 
 from mmspectral.compat import __main__ as command_line
 from mmspectral.compat import mmcv_ops_backend
-from tests.helpers import run
-
-COMPAT = ("-m", "mmspectral.compat")
+from tests.helpers import ROOT, run
 
 
 @pytest.fixture
@@ -28,45 +26,45 @@ def site_packages(python):
     return Path(subprocess.check_output([python, "-c", code], text=True).strip())
 
 
-def test_mmdet_works_where_nobody_imports_mmspectral(fresh_process, python, site_packages):
+def test_mmdet_works_where_nobody_imports_mmspectral(python, site_packages, tmp_path):
     (site_packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
-    assert fresh_process("", python=python, arguments=(*COMPAT, "install")).returncode == 0
+    assert run(python, "-m", "mmspectral.compat", "install").returncode == 0
     code = (
         "import sys\nassert not {'mmspectral', 'torch'} & set(sys.modules)\n"
         "import mmdet.models, mmpretrain.models, mmcv.ops, torch\n"
         "boxes = torch.tensor([[0.0, 0.0, 8.0, 8.0], [0.0, 0.0, 8.0, 7.0], [20.0, 20.0, 24.0, 24.0]])\n"
         "print(mmcv.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7]), 0.5)[1].tolist(), 'mmspectral' in sys.modules)"
     )
-    result = fresh_process(code, python=python)
+    result = run(python, "-c", code, cwd=tmp_path)
     asked = mmcv_ops_backend() == "torchvision"  # a compiled extension needs no stand-in
     assert result.stdout.strip().endswith(f"[0, 2] {asked}"), result.stderr
 
 
-def test_install_status_uninstall(fresh_process, python, site_packages, fake_mmcv):
+def test_install_status_uninstall(python, site_packages, fake_mmcv):
     file = site_packages / "mmspectral_compat.pth"
 
-    def run(command):
-        result = fresh_process("", fake_mmcv.parent, python=python, arguments=(*COMPAT, command))
+    def call(command):
+        result = run(python, "-m", "mmspectral.compat", command, path=(fake_mmcv.parent, ROOT))
         return result.returncode, result.stdout + result.stderr
 
     # No torchvision in this environment, so nobody serves the operators.
-    assert run("status") == (1, "mmcv's operators: missing\nstart-up file: none\n")
-    code, text = run("install")
+    assert call("status") == (1, "mmcv's operators: missing\nstart-up file: none\n")
+    code, text = call("install")
     assert code == 0 and text.startswith(f"wrote {file}")
-    assert run("install") == (0, text)
+    assert call("install") == (0, text)
     assert [p.name for p in site_packages.iterdir() if "mmspectral" in p.name] == [file.name]
-    assert run("status") == (1, f"mmcv's operators: missing\nstart-up file: {file}\n")
-    assert run("uninstall") == (0, f"removed {file}\n")
-    assert run("uninstall") == (0, f"there was no {file}\n")
+    assert call("status") == (1, f"mmcv's operators: missing\nstart-up file: {file}\n")
+    assert call("uninstall") == (0, f"removed {file}\n")
+    assert call("uninstall") == (0, f"there was no {file}\n")
     assert not file.exists()
 
 
-def test_start_up_file_beside_the_finder_of_the_package(fresh_process, python, site_packages, fake_mmcv):
+def test_start_up_file_beside_the_finder_of_the_package(python, site_packages, fake_mmcv):
     (site_packages / command_line.FILE_NAME).write_text(command_line.LINE)
     (site_packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
     code = "import sys, mmspectral, mmcv._ext\nprint(mmcv._ext.__spec__.origin)\n"
     code += "print([type(f).__name__ for f in sys.meta_path if f.find_spec('mmcv._ext', [])])"
-    result = fresh_process(code, fake_mmcv.parent, python=python)
+    result = run(python, "-c", code, path=(fake_mmcv.parent, ROOT))
     finders = "['MmspectralCompat', 'TorchvisionExtensionFinder']"
     assert result.stdout.splitlines() == ["mmspectral.compat.torchvision_ops", finders], result.stderr
 

@@ -66,7 +66,7 @@ def coco_config(tmp_path, image_folder):
         dict(type="mmdet.PackDetInputs"),
     ]
 
-    def config(train, val=None, classes=CLASSES, num_classes=3):
+    def config(train, val=None, classes=CLASSES, num_classes=3, evaluator=None):
         loaders = {}
         for split, content in (("train", train), ("val", val)):
             if content is None:
@@ -85,6 +85,10 @@ def coco_config(tmp_path, image_folder):
             else:
                 dataset["test_mode"] = True
             loaders[f"{split}_dataloader"] = dict(dataset=dataset)
+        if evaluator:
+            loaders["val_evaluator"] = dict(
+                type=evaluator, ann_file=str(tmp_path / "val.json"), metric=["bbox", "segm"]
+            )
         heads = dict(bbox_head=dict(num_classes=num_classes), mask_head=dict(num_classes=num_classes))
         return Config(dict(default_scope="mmdet", model=dict(type="MaskRCNN", roi_head=heads), **loaders))
 

@@ -1,5 +1,6 @@
 """What the check says about COCO sets, and that mmdet does what the check says."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pycocotools.mask
 import pytest
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
+from PIL import Image
 
 from mmspectral.datasets import check_before_training, check_dataset
 from mmspectral.datasets.check.coco import KEPT, mask_problem
@@ -50,7 +52,13 @@ def test_a_valid_set_has_no_error_and_the_numbers_mmdet_has(coco_content, coco_c
         ("annotations", dict(area=...), "have no area"),
         ("annotations", dict(area="12"), "have no area"),
         ("annotations", dict(id=2), "have the id of another one (such as 2)"),
+        ("annotations", dict(id=10**30), "no id that is a whole number"),
+        ("annotations", dict(image_id="1"), "no image_id that is a whole number"),
+        *(("annotations", dict(iscrowd=value), "another iscrowd than 0 or 1") for value in (None, 0.5, "no", [], 2)),
+        ("annotations", dict(ignore=0.5), "another ignore than 0 or 1"),
         ("annotations", dict(segmentation=[]), "objects have no segmentation"),
+        ("annotations", dict(segmentation=[[0, 0, 1e8, 0, 1e8, 9]]), "further than ten times the size"),
+        ("annotations", dict(segmentation=dict(size=[32.0, 40.0], counts=[1280])), "another size than"),
         ("annotations", dict(segmentation=[1, 2, 3, 4, 5, 6]), "no list of polygons"),
         ("annotations", dict(segmentation=dict(size=[9, 9], counts=[81])), "another size than"),
         ("annotations", dict(segmentation=dict(size=[32, 40], counts=[81])), "do not add up"),
@@ -59,8 +67,12 @@ def test_a_valid_set_has_no_error_and_the_numbers_mmdet_has(coco_content, coco_c
         ("annotations", dict(segmentation=dict(size=[32, 40], counts="é")), "do not add up"),
         ("images", dict(id=2), "have the id of another one (such as 2)"),
         ("images", dict(id=None), "images have no id"),
+        ("images", dict(height=32.0), "no height and width as whole numbers"),
+        ("images", dict(height=10**6, width=10**6), "no height and width as whole numbers"),
+        ("images", dict(height=20_000), "one side more than 200 times as long"),
+        ("images", dict(height=40, width=32), "another size (width x height) than in the annotation file"),
         ("images", dict(file_name=7), "images have no file_name"),
-        ("images", dict(height=0), "no positive height and width"),
+        ("images", dict(height=0), "no height and width as whole numbers"),
         ("images", dict(file_name="nowhere.png"), "1 images have no file"),
         ("images", dict(file_name="nowhere/1.png"), "cannot be listed"),
         ("categories", dict(name="dog"), "id or name of another one"),
@@ -114,7 +126,7 @@ def test_warnings(coco_content, coco_config, values, message):
         ("{", "cannot be read"),
         (None, "cannot be read"),
         ("[]", "no COCO annotation file"),
-        ('{"images": 3, "categories": []}', "images of"),
+        ('{"images": 3, "categories": []}', "no list of images"),
         ('{"images": [], "annotations": [], "categories": []}', "0 of 0 images are left"),
     ],
 )
@@ -158,6 +170,7 @@ def test_classes_of_the_type_instead_of_the_file(coco_content, coco_config):
     errors = check_dataset(cfg).all_errors
     assert any("val: " in text and "has no metainfo" in text and "'cat', 'dog', 'owl'" in text for text in errors)
     assert any("train and val have different classes" in text for text in errors)
+    assert not any("num_classes" in text for text in errors), "the heads are right"
 
 
 def test_classes_in_another_order_than_the_file(coco_content, coco_config):
@@ -249,8 +262,69 @@ def test_real_coco_images():
     cfg = Config.fromfile(CONFIGS / "quickstart" / "mask-rcnn_spectral-xcit-d128-p8_fpn_coco.py")
     for split in ("train", "val", "test"):
         cfg[f"{split}_dataloader"].dataset.data_root = str(REAL)
+    cfg.val_evaluator.ann_file = str(REAL / cfg.val_dataloader.dataset.ann_file)
     report = check_dataset(cfg)
     assert report.all_errors == report.all_warnings == []
     train, val = (split.counts for split in report.splits)
     assert (train["images used"], train["objects used"], train["crowd regions"]) == ("45", "492", "6")
     assert (val["images used"], val["objects used"], val["crowd regions"]) == ("47", "462", "7")
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_photos_that_their_exif_turns(coco_content, coco_config, tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for image in coco_content["images"]:
+        Image.fromarray(np.zeros((32, 40, 3), np.uint8)).save(
+            tmp_path / image["file_name"], "JPEG", exif=exif.tobytes()
+        )
+    cfg = coco_config(coco_content)
+    cfg.train_dataloader.dataset.data_prefix.img = str(tmp_path)
+    report = check_dataset(cfg)
+    assert [("id 1: 32 x 40, turned by its EXIF orientation 6" in text) for text in report.all_errors] == [True] * (
+        orientation == 6
+    )
+    assert len(report.all_warnings) == (orientation == 3)
+    cfg.train_dataloader.dataset.pipeline[0].color_type = "unchanged"
+    assert check_dataset(cfg).all_errors == check_dataset(cfg).all_warnings == []
+
+
+@pytest.mark.parametrize("file_name", ["../1.png", "/1.png", "a/../../1.png"])
+def test_a_file_name_that_leaves_the_folder_is_warned_of(coco_content, coco_config, file_name):
+    report = check_dataset(coco_config(changed(coco_content, "images", 0, file_name=file_name)))
+    assert any("leaves the folder" in text for text in report.all_warnings)
+
+
+@pytest.mark.parametrize(
+    ("values", "ours", "mmdets"),
+    [
+        (dict(id=0), "", "an id below 1"),
+        (dict(iscrowd=...), "", "no iscrowd"),
+        (dict(segmentation=...), *["no segmentation, and the evaluator scores masks (such as 1)"] * 2),
+        (dict(segmentation=[[1, 1, 5, 5], [1, 1, 9, 1, 9, 9]]), *["beside others, and the evaluator"] * 2),
+        (dict(category_id=99, segmentation=...), "", ""),
+    ],
+)
+def test_what_the_evaluator_of_the_config_cannot_read(coco_content, coco_config, values, ours, mmdets):
+    """Whether or not the pipeline loads masks."""
+    content = changed(coco_content, "annotations", 0, **values)
+    for evaluator, message in (("mmspectral.CocoMetric", ours), ("mmdet.CocoMetric", mmdets)):
+        cfg = coco_config(content, content, evaluator=evaluator)
+        cfg.val_dataloader.dataset.pipeline[1].with_mask = False
+        found = check_dataset(cfg, ["val"]).all_errors
+        assert len(found) == bool(message) and all(message in text for text in found), found
+
+
+def test_objects_that_training_leaves_out_count_in_the_evaluation(coco_content, coco_config):
+    content = changed(coco_content, "annotations", 0, ignore=1)
+    warnings = check_dataset(coco_config(content, content, evaluator="mmspectral.CocoMetric"), ["val"]).all_warnings
+    assert any("count in the evaluation" in text and "`ignore`" in text for text in warnings)
+
+
+def test_an_evaluator_of_another_file(coco_content, coco_config, tmp_path):
+    cfg = coco_config(coco_content, coco_content, evaluator="mmspectral.CocoMetric")
+    cfg.val_evaluator.ann_file = str(tmp_path / "other.json")
+    for images in (coco_content["images"], coco_content["images"][1:]):
+        Path(cfg.val_evaluator.ann_file).write_text(json.dumps(dict(coco_content, images=images)))
+        errors = check_dataset(cfg, ["val"]).all_errors
+        assert ["1 images are not in the evaluator's" in text for text in errors] == [True] * (len(images) == 2)

@@ -4,19 +4,23 @@ import contextlib
 import copy
 import io
 
+import pycocotools.mask
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from mmdet.registry import DATASETS
+from mmdet.registry import DATASETS, METRICS
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
+from pycocotools.coco import COCO
 
 from mmspectral.datasets import check_dataset
+from tests.test_datasets.conftest import CLASSES
 
 NUMBERS = st.sampled_from(
-    [0, 1, -1, 2, 5, 40, 1.5, -0.0, float("nan"), float("inf"), 1e-300, 1e308, 2**63, 10**400, True]
+    [0, 1, -1, 2, 5, 40, 0.5, 1.5, -0.0, 1e7, float("nan"), float("inf"), 1e-300, 1e308, 2**63, 10**30, 10**400, True]
 )
-NAMES = st.sampled_from(["", "cat", "1.png", "../1.png", "/", "\x00", "naïve 猫.png", "\ud800", "a" * 300])
+NAMES = st.sampled_from(["", "no", "cat", "1.png", "../1.png", "/", "\x00", "naïve 猫.png", "\ud800", "a" * 300])
 LEAVES = st.none() | NUMBERS | NAMES
 JUNK = st.recursive(
     LEAVES,
@@ -46,8 +50,12 @@ def damage(content, data, strategy):
         parent = content
         for key in path[:-1]:
             parent = parent[key]
-        action = data.draw(st.sampled_from(["replace", "replace", "remove", "repeat"]))
-        if action == "replace":
+        action = data.draw(st.sampled_from(["replace", "replace", "remove", "repeat", "retype"]))
+        if action == "retype":
+            if isinstance(parent[path[-1]], (int, float)):
+                with contextlib.suppress(OverflowError, ValueError):
+                    parent[path[-1]] = data.draw(st.sampled_from([float, str, bool]))(parent[path[-1]])
+        elif action == "replace":
             parent[path[-1]] = data.draw(strategy)
         elif action == "remove":
             del parent[path[-1]]
@@ -81,12 +89,70 @@ def accepted_files_can_be_read(content, coco_config):
     assert counts["objects used"] == str(sum(map(len, samples)))
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(600, marks=pytest.mark.slow)])
-def test_annotation_files(examples, coco_content, coco_config):
-    def check(data):
-        accepted_files_can_be_read(damage(coco_content, data, JUNK | PLAUSIBLE), coco_config)
+def predictions(coco, classes, image):
+    """Return a data sample with the ground truth of an image as detections."""
+    ids = coco.getCatIds(catNms=classes)
+    found = coco.loadAnns(coco.getAnnIds(imgIds=[image["id"]], catIds=ids))
+    boxes = torch.tensor([annotation["bbox"] for annotation in found], dtype=torch.float64).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    instances = dict(
+        bboxes=boxes,
+        scores=torch.ones(len(found)),
+        labels=torch.tensor([ids.index(annotation["category_id"]) for annotation in found], dtype=torch.long),
+        masks=[coco.annToRLE(annotation) for annotation in found],
+    )
+    return dict(img_id=image["id"], ori_shape=(image["height"], image["width"]), pred_instances=instances)
 
-    budget(examples)(given(st.data())(check))()
+
+def accepted_files_can_be_evaluated(content, evaluator, coco_config):
+    """The ground truth as detections scores 1, and nothing detected is no accident."""
+    cfg = coco_config(content, content, evaluator=evaluator)
+    report = check_dataset(cfg, ["val"])
+    if report.all_errors:
+        return
+    with DefaultScope.overwrite_default_scope("mmdet"), contextlib.redirect_stdout(io.StringIO()):
+        metric = METRICS.build(cfg.val_evaluator)
+        metric.dataset_meta = dict(classes=CLASSES)
+        coco = COCO(cfg.val_evaluator.ann_file)
+        whole = [predictions(coco, CLASSES, image) for image in content["images"]]
+        nothing = dict(bboxes=torch.zeros(0, 4), scores=torch.zeros(0), labels=torch.zeros(0), masks=[])
+        empty = [dict(sample, pred_instances=nothing) for sample in whole]
+        scores = []
+        for samples in (whole, empty):
+            metric.process({}, samples)
+            scores.append(metric.evaluate(len(samples)))
+    if any("count in the evaluation" in text for text in report.all_warnings):
+        return
+    # Nothing matches a mask without a pixel; mmdet's metric says nothing at all where nothing is detected.
+    masks = [mask for sample in whole for mask in sample["pred_instances"]["masks"]]
+    names = ("bbox", "segm") if all(map(pycocotools.mask.area, masks)) else ("bbox",)
+    assert {scores[0].get(f"coco/{name}_mAP", -1.0) for name in names} <= {1.0, -1.0}, scores[0]
+
+
+def check_annotation_files(examples, coco_content, coco_config):
+    def check(data):
+        content = damage(coco_content, data, JUNK | PLAUSIBLE)
+        accepted_files_can_be_read(content, coco_config)
+        kind = data.draw(st.sampled_from(["mmspectral.CocoMetric", "mmdet.CocoMetric"]))
+        accepted_files_can_be_evaluated(content, kind, coco_config)
+
+    return given(st.data())(check), examples
+
+
+def test_annotation_files(coco_content, coco_config):
+    check, examples = check_annotation_files(40, coco_content, coco_config)
+    budget(examples)(check)()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_annotation_files(coco_content, coco_config, cache):
+    """10,000 files; a run that was interrupted, or failed, goes on where it stopped."""
+    for number in range(cache.get("annotation_files", 0), 100):
+        check, examples = check_annotation_files(100, coco_content, coco_config)
+        seed(number)(settings(budget(examples), derandomize=False)(check))()
+        cache.set("annotation_files", number + 1)
+    cache.set("annotation_files", 0)
 
 
 def any_damage_ends_with_a_report(plain, data):

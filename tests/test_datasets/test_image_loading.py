@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 import pytest
 from mmengine.registry import init_default_scope
+from PIL import Image
 
 from mmspectral.datasets.image_loading import LoadImageFromFile, UnreadableImageError
 
@@ -35,8 +36,8 @@ def test_whole_images_are_read_as_by_mmcv(picture, name):
     [
         ("truncated image", "picture.jpg", 2000, "cut short: its 2000 bytes have no end mark"),
         ("truncated image", "picture.png", 2000, "cut short"),
-        ("damaged image", "picture.jpg", 0, "cannot be read"),
-        ("damaged image", "picture.bmp", 30, "cannot be read"),
+        ("damaged image", "picture.jpg", 0, "cannot be used"),
+        ("damaged image", "picture.bmp", 30, "cannot be used"),
         ("missing image", "picture.jpg", None, "No such file"),
     ],
 )
@@ -56,6 +57,31 @@ def test_other_stores_and_ignored_images_are_left_to_mmcv(picture, monkeypatch):
     monkeypatch.setattr("mmengine.fileio.get", lambda path, backend_args: content)
     assert LoadImageFromFile()(dict(img_path="s3://bucket/picture.jpg"))["img"].shape == (64, 64, 3)
     assert LoadImageFromFile(ignore_empty=True).transform(dict(img_path="absent.jpg")) is None
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_the_size_is_that_of_the_annotations(tmp_path, orientation):
+    """A photo that its EXIF turns does not lie under its boxes any more."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "photo.jpg"
+    Image.fromarray(np.zeros((40, 60, 3), np.uint8)).save(path, exif=exif.tobytes())
+    for height, width, fits in ((40, 60, orientation == 1), (60, 40, orientation == 6)):
+        results = dict(img_path=str(path), height=height, width=width)
+        if fits:
+            assert LoadImageFromFile()(results)["img"].shape[:2] == (height, width)
+        else:
+            with pytest.raises(UnreadableImageError, match=r"photo.*60 x 40|photo.*40 x 60"):
+                LoadImageFromFile()(results)
+
+
+@pytest.mark.parametrize("size", [(2, 401), (20_000, 80)])
+def test_images_that_vanish_when_they_are_resized_are_named(tmp_path, size):
+    path = tmp_path / "thread.png"
+    assert cv2.imwrite(str(path), np.zeros(size, np.uint8))
+    with pytest.raises(UnreadableImageError, match=r"thread\.png.*vanishes"):
+        LoadImageFromFile()(dict(img_path=str(path)))
+    assert LoadImageFromFile(skip_unreadable=True)(dict(img_path=str(path))) is None
 
 
 @pytest.mark.fault

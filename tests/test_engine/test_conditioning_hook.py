@@ -17,6 +17,18 @@ IDENTITY = dict(type="IdentityCorrection", scale=10.0)
 QKV = "backbone.xca_layers.0.attn.qkv"
 
 
+@pytest.fixture
+def lines_of(make_runner, images, logged):
+    """Return a function that trains with a hook for some batches and returns the logged lines."""
+
+    def run(model, batches, hook, *args, **kwargs):
+        runner = make_runner(model, images(batches), [hook], *args, **kwargs)
+        runner.train()
+        return logged(runner)
+
+    return run
+
+
 def kappa(matrix):
     return torch.linalg.cond(matrix.double()).item()
 
@@ -52,15 +64,12 @@ def test_spectra_are_those_of_the_weights_before_training_and_after_every_nth_it
     assert runner.message_hub.get_scalar("train/rank_deficient").current() == 0
 
 
-def test_attention_is_measured_on_the_tokens_of_the_forward_pass(classifier, make_runner, images, logged):
+def test_attention_is_measured_on_the_tokens_of_the_forward_pass(classifier, lines_of):
     model = classifier(dict(type="IdentityCorrection", scale=0.3), with_cp=True)
     layer = model.backbone.xca_layers[1].attn
     seen = []
     layer.register_forward_pre_hook(lambda module, args: seen.append((copy.deepcopy(module.qkv), args[0].detach())))
-    hook = ConditioningHook(interval=2, layers=r"xca_layers\.1", statistics=["attention"])
-    runner = make_runner(model, images(3), [hook])
-    runner.train()
-    (line,) = logged(runner)
+    (line,) = lines_of(model, 3, ConditioningHook(interval=2, layers=r"xca_layers\.1", statistics=["attention"]))
     qkv, x = seen[2]  # two passes per iteration: gradient checkpointing runs the second one again
     q, k, _ = qkv(x).detach().double().reshape(2, 12, 3, 2, 8).permute(2, 0, 3, 4, 1)  # [B, h, d, N]
     q, k = (each / each.norm(dim=-1, keepdim=True) for each in (q, k))
@@ -76,7 +85,7 @@ def test_attention_is_measured_on_the_tokens_of_the_forward_pass(classifier, mak
     assert not [key for key in line if "xca_layers.0" in key or "kappa" in key]
 
 
-def test_gradients_are_those_of_the_next_update_under_accumulation(classifier, make_runner, images, logged):
+def test_gradients_are_those_of_the_next_update_under_accumulation(classifier, lines_of):
     model = classifier(IDENTITY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     weight = model.get_parameter(f"{QKV}.weight")
@@ -84,9 +93,7 @@ def test_gradients_are_those_of_the_next_update_under_accumulation(classifier, m
     optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
     hook = ConditioningHook(interval=3, max_layers=1, statistics=["gradient"])
     wrapper = OptimWrapper(optimizer, accumulative_counts=2, clip_grad=dict(max_norm=0.1))
-    runner = make_runner(model, images(4), [hook], wrapper)
-    runner.train()
-    (line,) = logged(runner)
+    (line,) = lines_of(model, 4, hook, wrapper)
     assert line["step"] == 4 and len(seen) == 2
     for p, role in enumerate("qkv"):
         expected = seen[1][16 * p : 16 * p + 16].norm().item()
@@ -95,54 +102,41 @@ def test_gradients_are_those_of_the_next_update_under_accumulation(classifier, m
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_under_a_loss_scaler_are_unscaled(classifier, make_runner, images, logged, cpu_amp, fused):
+def test_gradients_under_a_loss_scaler_are_unscaled(classifier, lines_of, cpu_amp, fused):
     norms = []
     for scale in (1.0, 4096.0):
         model = classifier(IDENTITY)
         wrapper = cpu_amp(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), init_scale=scale)
-        runner = make_runner(model, images(1), [ConditioningHook(interval=1, statistics=["gradient"])], wrapper)
-        runner.train()
-        norms.append(logged(runner)[-1][f"conditioning/{QKV}/v/grad_norm"])
+        lines = lines_of(model, 1, ConditioningHook(interval=1, statistics=["gradient"]), wrapper)
+        norms.append(lines[-1][f"conditioning/{QKV}/v/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3) and norms[0] > 0
 
 
-def test_rank_deficient_is_a_flag_and_no_number(classifier, make_runner, images, logged):
+def test_rank_deficient_and_what_is_not_finite_are_flags_and_no_numbers(classifier, lines_of):
     model = classifier(IDENTITY)
+    weight = model.get_parameter(f"{QKV}.weight")
     with torch.no_grad():
-        model.get_parameter(f"{QKV}.weight")[:16] = 0.5
-    hook = ConditioningHook(interval=99, max_layers=1, statistics=["spectrum"])
-    runner = make_runner(model, images(1), [hook])
-    runner.train()
-    (line,) = logged(runner)
+        weight[:16] = 0.5
+    weight.register_hook(lambda grad: grad * torch.inf)
+    lines = lines_of(model, 2, ConditioningHook(interval=2, max_layers=1), lr=0.0)
+    line = merged(lines, 0)
     assert line[f"conditioning/{QKV}/q/rank_deficient_before"] == 1
     assert f"conditioning/{QKV}/q/kappa_before" not in line
     assert line[f"conditioning/{QKV}/q/kappa_after"] == pytest.approx(1.8)  # 0.5 * ones has the eigenvalues 8 and 0
     assert line[f"conditioning/{QKV}/k/rank_deficient_before"] == 0
-
-
-def test_values_that_are_not_finite_are_flags(classifier, make_runner, images, logged):
-    model = classifier(IDENTITY)
-    model.get_parameter(f"{QKV}.weight").register_hook(lambda grad: grad * torch.inf)
-    runner = make_runner(model, images(2), [ConditioningHook(interval=2, max_layers=1)], lr=0.0)
-    runner.train()
-    line = merged(logged(runner), 2)
+    line = merged(lines, 2)
     assert line[f"conditioning/{QKV}/q/grad_norm_non_finite"] == 1
     assert f"conditioning/{QKV}/q/grad_norm" not in line
     assert line[f"conditioning/{QKV}/q/kappa_after_non_finite"] == 1  # 0 * inf is nan
     assert f"conditioning/{QKV}/q/rank_deficient_after" in line
 
 
-def test_stock_twin_logs_the_same_names(classifier, make_runner, images, logged):
-    names, lines = [], []
-    for conditioning in (IDENTITY, None):
-        runner = make_runner(classifier(conditioning), images(1), [ConditioningHook(interval=1)])
-        runner.train()
-        lines.append(merged(logged(runner), 1))
-        names.append(set(lines[-1]))
-    assert names[0] == names[1]
-    twin = {name: value for name, value in lines[1].items() if name.endswith("_before")}
-    assert twin and all(lines[1][name.replace("_before", "_after")] == value for name, value in twin.items())
-    assert any("ca_layers.0.attn.q/q/" in name for name in names[0])
+def test_stock_twin_logs_the_same_names(classifier, lines_of):
+    ours, twin = (merged(lines_of(classifier(c), 1, ConditioningHook(interval=1)), 1) for c in (IDENTITY, None))
+    assert ours.keys() == twin.keys()
+    before = {name: value for name, value in twin.items() if name.endswith("_before")}
+    assert before and all(twin[name.replace("_before", "_after")] == value for name, value in before.items())
+    assert any("ca_layers.0.attn.q/q/" in name for name in ours)
 
 
 def test_training_is_bit_equal_with_and_without_the_hook(classifier, make_runner, images):
@@ -156,7 +150,7 @@ def test_training_is_bit_equal_with_and_without_the_hook(classifier, make_runner
 
 
 @pytest.mark.parametrize("precision", ["cast", "autocast"])
-def test_low_precision(classifier, make_runner, images, logged, cpu_amp, precision):
+def test_low_precision(classifier, lines_of, cpu_amp, precision):
     """bfloat16 weights are decomposed too."""
     model = classifier(IDENTITY)
     if precision == "cast":
@@ -164,9 +158,7 @@ def test_low_precision(classifier, make_runner, images, logged, cpu_amp, precisi
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapper = cpu_amp(optimizer) if precision == "autocast" else OptimWrapper(optimizer)
     expected = kappa(model.get_parameter(f"{QKV}.weight")[:16])
-    runner = make_runner(model, images(1), [ConditioningHook(interval=1)], wrapper)
-    runner.train()
-    lines = logged(runner)
+    lines = lines_of(model, 1, ConditioningHook(interval=1), wrapper)
     assert merged(lines, 0)[f"conditioning/{QKV}/q/kappa_before"] == pytest.approx(expected, rel=1e-9)
     line = merged(lines, 1)
     assert line[f"conditioning/{QKV}/q/grad_norm"] > 0
@@ -174,26 +166,20 @@ def test_low_precision(classifier, make_runner, images, logged, cpu_amp, precisi
     assert not any("non_finite" in name for name in line)
 
 
-def test_names_are_those_of_the_model_inside_a_wrapper(classifier, make_runner, images, logged, tmp_path):
+def test_names_are_those_of_the_model_inside_a_wrapper(classifier, lines_of, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = MMDistributedDataParallel(classifier(IDENTITY))
-        runner = make_runner(model, images(1), [ConditioningHook(interval=1, max_layers=1)])
-        runner.train()
-        line = merged(logged(runner), 1)
+        line = merged(lines_of(model, 1, ConditioningHook(interval=1, max_layers=1)), 1)
     finally:
         dist.destroy_process_group()
     assert line[f"conditioning/{QKV}/q/grad_norm"] > 0
     assert "conditioning/backbone.xca_layers.0.attn/entropy" in line
 
 
-def test_by_epoch_measures_the_last_iteration_of_layers_spread_over_those_named(
-    classifier, make_runner, images, logged
-):
+def test_by_epoch_measures_the_last_iteration_of_layers_spread_over_those_named(classifier, lines_of):
     hook = ConditioningHook(interval=2, by_epoch=True, max_layers=2, layers="xca_")
-    runner = make_runner(classifier(), images(2), [hook], epochs=2)
-    runner.train()
-    lines = logged(runner)
+    lines = lines_of(classifier(), 2, hook, epochs=2)
     assert {line["step"] for line in lines} == {0, 4}
     names = {name.split("/")[1] for name in lines[0] if "/q/" in name}
     assert names == {QKV, "backbone.xca_layers.2.attn.qkv"}
@@ -223,8 +209,8 @@ def test_wrong_settings(settings):
         ConditioningHook(**settings)
 
 
-def test_a_model_with_nothing_to_measure_is_an_error(classifier, make_runner, images):
+def test_a_model_with_nothing_to_measure_is_an_error(classifier, lines_of):
     with pytest.raises(ValueError, match="no attention layer matches layers='swin'; there are backbone.xca_layers.0"):
-        make_runner(classifier(), images(1), [ConditioningHook(layers="swin")]).train()
+        lines_of(classifier(), 1, ConditioningHook(layers="swin"))
     with pytest.raises(ValueError, match="Linear has no attention layer that can be measured"):
         ConditioningHook()._choose(nn.Linear(2, 2))

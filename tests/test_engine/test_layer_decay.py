@@ -25,10 +25,6 @@ BACKBONES = {
 LR, WEIGHT_DECAY, RATE = 1e-3, 0.05, 0.5
 
 
-def bare(name, **kwargs):
-    return MODELS.build(dict(BACKBONES[name], **kwargs))
-
-
 def mask_rcnn(backbone):
     cfg = Config.fromfile(QUICKSTART)
     cfg.model.backbone = dict(backbone, out_type="featmap", out_indices=(2,))
@@ -77,23 +73,14 @@ def test_rates_fall_with_the_depth_that_the_backbone_says(name, build):
     assert len({lr for parameter, lr in rates.items() if parameter.startswith(prefix)}) >= 4
 
 
-class Wrapper(nn.Module):
-    """Stands for DistributedDataParallel, which needs a process group: a child named ``module``."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def test_distributed_wrappers_around_the_model_and_inside_it():
+    """A child named ``module`` stands for DistributedDataParallel, which needs a process group."""
     plain = mask_rcnn(BACKBONES["vit"])
     expected = settings_by_name(plain)
-    groups = wrapper(Wrapper(plain)).optimizer.param_groups
-    names = {parameter: name for name, parameter in plain.named_parameters()}
-    assert {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]} == expected
-    plain.backbone = Wrapper(plain.backbone)  # as MMSeparateDistributedDataParallel does
-    inside = settings_by_name(plain)
-    assert {n.replace("backbone.module.", "backbone."): value for n, value in inside.items()} == expected
+    around = settings_by_name(nn.ModuleDict({"module": plain}))
+    plain.backbone = nn.ModuleDict({"module": plain.backbone})  # as MMSeparateDistributedDataParallel does
+    for found in (around, settings_by_name(plain)):
+        assert {name.replace("module.", ""): value for name, value in found.items()} == expected
 
 
 def test_weight_decay_follows_the_options_and_the_backbone():
@@ -114,18 +101,18 @@ def test_weight_decay_follows_the_options_and_the_backbone():
     assert decay["backbone.layers.1.attn.proj.bias"] == 1  # the longest key wins, whole
     roi = {lr for name, (lr, _) in found.items() if name.startswith("roi_head")}
     assert roi == {2 * LR}
-    kept = settings_by_name(bare("deit"), custom_keys={"pos_embed": dict(decay_mult=1.0)})
+    kept = settings_by_name(MODELS.build(BACKBONES["deit"]), custom_keys={"pos_embed": dict(decay_mult=1.0)})
     assert kept["pos_embed"][1] == WEIGHT_DECAY and kept["cls_token"][1] == 0
-    flat = settings_by_name(bare("xcit"), flat_decay_mult=0.0)
+    flat = settings_by_name(MODELS.build(BACKBONES["xcit"]), flat_decay_mult=0.0)
     assert {decay for name, (_, decay) in flat.items() if name.endswith(("gamma1", "bias"))} == {0.0}
     assert flat["xca_layers.0.attn.temperature"][1] == WEIGHT_DECAY  # [heads, 1, 1] is not flat
 
 
 def test_frozen_and_shared_parameters():
-    model = bare("vit", frozen_stages=2)
+    model = MODELS.build(dict(BACKBONES["vit"], frozen_stages=2))
     found = settings_by_name(model)
     assert {int(name.split(".")[1]) for name in found if name.startswith("layers.")} == {2}
-    shared = nn.ModuleDict({"backbone": bare("vit"), "head": nn.Linear(32, 32)})
+    shared = nn.ModuleDict({"backbone": MODELS.build(BACKBONES["vit"]), "head": nn.Linear(32, 32)})
     shared["twin"] = shared["head"]
     settings_by_name(shared)
     shared["last"] = nn.Linear(32, 32)
@@ -135,7 +122,7 @@ def test_frozen_and_shared_parameters():
 
 def test_groups_are_few_and_logged_once(capsys):
     MMLogger.get_instance("test_groups_are_few_and_logged_once")
-    optim_wrapper = wrapper(bare("vit"), norm_decay_mult=0.0, bias_decay_mult=0.0)
+    optim_wrapper = wrapper(MODELS.build(BACKBONES["vit"]), norm_decay_mult=0.0, bias_decay_mult=0.0)
     output = capsys.readouterr().out
     assert output.count("Layer-wise learning-rate decay") == 1
     assert "depth 0: lr 6.25e-05, weight decay 0.05, tensors: 1, parameters: 24,576" in output
@@ -144,7 +131,7 @@ def test_groups_are_few_and_logged_once(capsys):
 
 
 def test_without_weight_decay():
-    groups = wrapper(bare("vit"), weight_decay=None).optimizer.param_groups
+    groups = wrapper(MODELS.build(BACKBONES["vit"]), weight_decay=None).optimizer.param_groups
     assert len(groups) == 5 and {group["weight_decay"] for group in groups} == {0}
 
 
@@ -172,4 +159,4 @@ def test_a_backbone_without_layer_depth_is_a_clear_error():
 )
 def test_errors(settings, match):
     with pytest.raises(ValueError, match=match):
-        wrapper(bare("vit"), **settings)
+        wrapper(MODELS.build(BACKBONES["vit"]), **settings)

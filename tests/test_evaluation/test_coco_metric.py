@@ -16,6 +16,7 @@ from mmdet.registry import METRICS
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 
+from mmspectral.errors import UsageError
 from mmspectral.evaluation import coco_metric
 from mmspectral.evaluation.coco_metric import _ITEMS
 from mmspectral.registry import METRICS as OUR_METRICS
@@ -24,11 +25,11 @@ _SHARED = Path(os.environ.get("MMSPECTRAL_SHARED_DATA") or Path(__file__).resolv
 _FIXTURE = _SHARED / "coco_eval_val2014_100"
 
 
-def _build(**settings):
-    """Return the metric for a data set with the classes "a" and "b"."""
+def _build(classes=("a", "b"), **settings):
+    """Return the metric for a data set with these classes."""
     with DefaultScope.overwrite_default_scope("mmdet"):
         metric = METRICS.build(dict(type="mmspectral.CocoMetric", **settings))
-    metric.dataset_meta = {"classes": ("a", "b")}
+    metric.dataset_meta = {"classes": classes}
     return metric
 
 
@@ -99,8 +100,7 @@ def test_published_numbers(metric, implementation):
     ann_file = _FIXTURE / "instances_val2014_100.json"
     name = {"bbox": "fakebbox100", "segm": "fakesegm100"}[metric]
     samples, classes = _published_detections(ann_file, _FIXTURE / f"instances_val2014_{name}_results.json")
-    evaluator = _build(ann_file=str(ann_file), metric=metric)
-    evaluator.dataset_meta = {"classes": classes}
+    evaluator = _build(classes, ann_file=str(ann_file), metric=metric)
     for sample in samples:
         evaluator.process({}, [sample])
     scores = evaluator.evaluate(len(samples))
@@ -122,18 +122,17 @@ def large_only(tmp_path):
     return str(ann_file)
 
 
-def _masks(count):
-    masks = torch.zeros(count, 200, 200, dtype=torch.bool)
+_SQUARE = [10.0, 10.0, 130.0, 130.0]
+
+
+def _evaluate(evaluator, boxes=(_SQUARE,), **truth):
+    """Score detections of class "a" by falling score, the mask of each the square, in each of the two images."""
+    masks = torch.zeros(len(boxes), 200, 200, dtype=torch.bool)
     masks[:, 10:130, 10:130] = True
-    return masks
-
-
-def _evaluate(evaluator, count):
-    """Score ``count`` right detections in each of the two images."""
+    scores = [0.9 - i / 10 for i in range(len(boxes))]
     for image_id in (1, 2):
-        boxes = [[10.0, 10.0, 130.0, 130.0]] * count
-        sample = _sample(image_id, (200, 200), boxes, [0.9] * count, [0] * count, _masks(count))
-        evaluator.process({}, [sample])
+        sample = _sample(image_id, (200, 200), boxes, scores, [0] * len(boxes), masks)
+        evaluator.process({}, [sample | truth])
     return evaluator.evaluate(2)
 
 
@@ -146,8 +145,7 @@ def _rows(text, metric):
 
 
 def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
-    evaluator = _build(ann_file=large_only)
-    scores = _evaluate(evaluator, count=1)
+    scores = _evaluate(_build(ann_file=large_only))
     for metric in ("bbox", "segm"):
         assert _rows(log.getvalue(), metric) == {
             **dict.fromkeys(("AP", "AP50", "AP75", "APl", "AR1", "AR10", "AR100", "ARl"), "1.000"),
@@ -160,51 +158,73 @@ def test_absent_area_ranges_are_shown_as_not_available(large_only, log):
 @pytest.mark.parametrize("ground_truth", ["ann_file", "data_samples"])
 def test_no_detection_scores_zero(large_only, log, ground_truth, implementation):
     evaluator = _build(ann_file=large_only if ground_truth == "ann_file" else None, metric="bbox")
-    truth = {"bboxes": torch.tensor([[10.0, 10.0, 130.0, 130.0]]), "labels": torch.tensor([0])}
-    instance = {"bbox": [10.0, 10.0, 130.0, 130.0], "bbox_label": 0}
-    for image_id in (1, 2):
-        sample = _sample(image_id, (200, 200), [], [], [])
-        evaluator.process({}, [{**sample, "gt_instances": truth, "instances": [instance]}])
-    scores = evaluator.evaluate(2)
-    expected = {f"coco/bbox_{item}": -1 if "_s" in item or "_m" in item else 0 for item in _ITEMS}
-    assert scores == expected
+    truth = {"bboxes": torch.tensor([_SQUARE]), "labels": torch.tensor([0])}
+    scores = _evaluate(evaluator, (), gt_instances=truth, instances=[{"bbox": _SQUARE, "bbox_label": 0}])
+    assert scores == {f"coco/bbox_{item}": -1 if "_s" in item or "_m" in item else 0 for item in _ITEMS}
     assert _rows(log.getvalue(), "bbox")["AP"] == "0.000"
 
 
 def test_ground_truth_comes_from_the_dataset(large_only, log):
     evaluator = _build()
-    evaluator.dataset_meta["ann_file"] = large_only
-    scores = _evaluate(evaluator, count=1)
-    assert scores["coco/segm_mAP"] == 1
+    evaluator.dataset_meta = dict(classes=("a", "b"), ann_file=large_only)
+    assert _evaluate(evaluator)["coco/segm_mAP"] == 1
     assert "no ann_file" not in log.getvalue()
 
 
 def test_rebuilt_ground_truth_is_warned_about(large_only, log):
-    evaluator = _build(metric="bbox")
     with pytest.raises(AssertionError, match="ground truth is required"):
-        _evaluate(evaluator, count=1)
+        _evaluate(_build(metric="bbox"))
     assert "Set val_evaluator.ann_file" in log.getvalue()
 
 
 def test_recall_counts_detections_as_named(large_only):
     """The first of two detections in an image is wrong, so that only more than one find the object."""
-    evaluator = _build(ann_file=large_only, metric="bbox")
-    for image_id in (1, 2):
-        boxes = [[140.0, 140.0, 190.0, 190.0], [10.0, 10.0, 130.0, 130.0]]
-        evaluator.process({}, [_sample(image_id, (200, 200), boxes, [0.9, 0.8], [0, 0])])
-    scores = evaluator.evaluate(2)
+    boxes = ([140.0, 140.0, 190.0, 190.0], _SQUARE)
+    scores = _evaluate(_build(ann_file=large_only, metric="bbox"), boxes)
     assert (scores["coco/bbox_AR@1"], scores["coco/bbox_AR@10"], scores["coco/bbox_AR@100"]) == (0, 1, 1)
 
 
 def test_mmdets_own_options(large_only, tmp_path, log):
     prefix = tmp_path / "out" / "run"
-    evaluator = _build(ann_file=large_only, classwise=True, outfile_prefix=str(prefix))
-    scores = _evaluate(evaluator, count=1)
+    scores = _evaluate(_build(ann_file=large_only, classwise=True, outfile_prefix=str(prefix)))
     assert scores.pop("coco/b_precision") != scores.pop("coco/a_precision") == 1
     assert len(scores) == 24 and set(scores.values()) == {1, -1}
     assert len(json.loads(Path(f"{prefix}.segm.json").read_text())) == 2
-    assert _evaluate(_build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix)), count=3) == {}
+    evaluator = _build(ann_file=large_only, format_only=True, outfile_prefix=str(prefix))
+    assert _evaluate(evaluator, [_SQUARE] * 3) == {}
     assert len(json.loads(Path(f"{prefix}.bbox.json").read_text())) == 6
+
+
+def _change(ann_file, index, **values):
+    """Replace values of an annotation; ``...`` takes the key away."""
+    content = json.loads(Path(ann_file).read_text())
+    changed = content["annotations"][index] | values
+    content["annotations"][index] = {key: value for key, value in changed.items() if value is not ...}
+    Path(ann_file).write_text(json.dumps(content))
+    return ann_file
+
+
+@pytest.mark.parametrize("values", [dict(id=0), dict(id=-1), dict(iscrowd=...)])
+def test_legal_annotations_are_read_as_they_are_meant(large_only, values, implementation):
+    """COCO's evaluator takes the id 0 for no match."""
+    scores = _evaluate(_build(ann_file=_change(large_only, 0, **values)))
+    assert scores["coco/bbox_mAP"] == scores["coco/segm_mAP"] == scores["coco/bbox_AR@100"] == 1
+    assert _evaluate(_build(ann_file=large_only, metric="bbox"), ())["coco/bbox_mAP"] == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [dict(segmentation=[]), dict(segmentation=...), dict(segmentation=[[1, 2, 3, 4]]), dict(iscrowd=0.5), dict(id=1.0)],
+)
+def test_annotations_that_would_be_misread_are_refused_before_the_first_batch(large_only, values):
+    with pytest.raises(UsageError, match="cannot be evaluated.*such as"):
+        _build(ann_file=_change(large_only, 0, **values))
+
+
+def test_a_dataset_that_uses_a_part_of_the_file_is_not_punished_for_the_rest(large_only):
+    evaluator = _build(ann_file=large_only, metric="bbox")
+    evaluator.process({}, [_sample(1, (200, 200), [[10.0, 10.0, 130.0, 130.0]], [0.9], [0])])
+    assert evaluator.evaluate(1)["coco/bbox_mAP"] == 1
 
 
 @pytest.mark.parametrize("metric", ["proposal", []])

@@ -5,6 +5,7 @@ gradients; Adafactor scales its step by the size of the parameter, so there it f
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -26,30 +27,21 @@ class TwoLayers(nn.Module):
         return self.head(self.qkv(x).sin())
 
 
-class Decay:
-    """Weight decay towards a target instead of 0, decoupled as in AdamW or as part of the gradient as in SGD."""
-
-    def __init__(self, model, targets, decoupled):
-        self.parameters, self.targets, self.decoupled = dict(model.named_parameters()), targets, decoupled
-
-    @torch.no_grad()
-    def __call__(self):
-        for name, parameter in self.parameters.items():
-            away = parameter - self.targets.get(name, 0)
-            if self.decoupled:
-                parameter -= LR * DECAY * away
-            else:
-                parameter.grad += DECAY * away
+@torch.no_grad()
+def pull(model, targets, decoupled):
+    """Decay weights towards targets instead of 0, decoupled as in AdamW or as part of the gradient as in SGD."""
+    for name, parameter in model.named_parameters():
+        away = parameter - targets.get(name, 0)
+        if decoupled:
+            parameter -= LR * DECAY * away
+        else:
+            parameter.grad += DECAY * away
 
 
 def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None):
     """Train W under W + C and the folded W + C alike, ten steps; return the largest difference after unfolding.
 
-    Args:
-        make_optimizer: From parameters and a weight decay to an optimizer.
-        decay: None, or whether weight decay is decoupled.
-        clip: Largest gradient norm.
-        conditioning: Identity with lambda 10 by default.
+    ``decay`` is None, or whether weight decay is decoupled; ``clip`` is the largest gradient norm.
     """
     torch.manual_seed(0)
     ours = TwoLayers().double()
@@ -58,21 +50,20 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     C = {"qkv.weight": ours.qkv.correction_matrix()}
     fold(shifted)
     optimizers = [
-        make_optimizer(ours.parameters(), 0.0 if decay is None else DECAY),
-        make_optimizer(shifted.parameters(), 0.0),
+        make_optimizer(ours.parameters(), weight_decay=0.0 if decay is None else DECAY),
+        make_optimizer(shifted.parameters(), weight_decay=0.0),
     ]
     averages = [ExponentialMovingAverage(model, momentum=0.1) for model in (ours, shifted)]
-    decays = [None, None if decay is None else Decay(shifted, C, decay)]
     clipped = []
     for _ in range(STEPS):
         x = torch.randn(5, 12, dtype=torch.float64)
-        for model, optimizer, average, pull in zip((ours, shifted), optimizers, averages, decays, strict=True):
+        for model, optimizer, average in zip((ours, shifted), optimizers, averages, strict=True):
             optimizer.zero_grad()
             model(x).square().sum().backward()
             if clip is not None:
                 clipped.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item() > clip)
-            if pull is not None:
-                pull()
+            if model is shifted and decay is not None:
+                pull(shifted, C, decay)
             optimizer.step()
             average.update_parameters(model)
     assert clip is None or all(clipped), "the clipping must have acted"
@@ -86,12 +77,8 @@ def largest_difference(make_optimizer, decay=None, clip=None, conditioning=None)
     return difference
 
 
-def sgd(parameters, weight_decay):
-    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=weight_decay)
-
-
-def adamw(parameters, weight_decay):
-    return torch.optim.AdamW(parameters, lr=LR, weight_decay=weight_decay)
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
+adamw = functools.partial(torch.optim.AdamW, lr=LR)
 
 
 @pytest.mark.parametrize("conditioning", [None, IdentityCorrection(dict(q=1.0, v=10.0), "head")])
@@ -101,18 +88,14 @@ def test_training_equals_training_the_shifted_weight(optimizer, decay, clip, con
     assert largest_difference(optimizer, decay, clip, conditioning) < 1e-12
 
 
-def adafactor(parameters, weight_decay):
-    """Its step is multiplied by the root mean square of the parameter, which C changes."""
-    return torch.optim.Adafactor(parameters, lr=0.01, weight_decay=weight_decay)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "conditioning"),
     [
         # Decay of W + C towards 0 instead of C ends elsewhere.
-        (lambda parameters, _: sgd(parameters, DECAY), None),
-        (lambda parameters, _: adamw(parameters, DECAY), None),
-        (adafactor, None),
+        (lambda parameters, weight_decay: sgd(parameters, weight_decay=DECAY), None),
+        (lambda parameters, weight_decay: adamw(parameters, weight_decay=DECAY), None),
+        # Its step is multiplied by the root mean square of the parameter, which C changes.
+        (functools.partial(torch.optim.Adafactor, lr=0.01), None),
         # The gradient is s times that of the shifted weight: another learning rate.
         (sgd, IdentityCorrection(1.0, preserve_norm=0.1)),
     ],

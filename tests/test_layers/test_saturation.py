@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mmspectral.layers import attention_layers, probe_tokens, saturation
+from mmspectral.layers import probe_tokens, saturation
 
 RAMP = torch.linspace(0, 3, 64).bfloat16()[None]
 
@@ -41,12 +41,3 @@ def test_probe_tokens(correlation):
     assert off.mean().item() == pytest.approx(correlation, abs=0.03)
     with pytest.raises(ValueError, match="correlation"):
         probe_tokens(4, 4, 1.0)
-
-
-def test_layers_are_found_by_their_method():
-    class Attention(torch.nn.Module):
-        def attention_logits(self, x):
-            return x @ x.mT
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(Attention()))
-    assert attention_layers(model) == {"1.0": model[1][0]}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.models import SpectralXCiT
 
 
@@ -38,3 +39,24 @@ def test_names_without_weight_decay_are_those_of_timm():
     names = dict(theirs.named_parameters())
     assert build().no_weight_decay() == {name for name in theirs.no_weight_decay() if name in names} == {"cls_token"}
     assert dense().no_weight_decay() == set()
+
+
+@pytest.mark.parametrize("patch_size", [16, 8])
+def test_published_settings_are_those_of_timm(patch_size):
+    """And the function of the smallest, with every parameter random: a fresh norm of a norm would not show."""
+    timm = pytest.importorskip("timm")
+    for arch in ("nano-12", "tiny-12"):
+        name = f"xcit_{arch.replace('-', '_')}_p{patch_size}_224"
+        with torch.device("meta"):
+            ours, theirs = SpectralXCiT(arch, patch_size), timm.create_model(name, num_classes=0)
+        renamed = from_mmpretrain(ours.state_dict(), naming_of(FAMILIES["xcit"], "timm"))
+        assert {n: t.shape for n, t in renamed.items()} == {n: t.shape for n, t in theirs.state_dict().items()}
+        for a, b in zip(ours.ca_layers, theirs.cls_attn_blocks, strict=True):
+            assert a.tokens_norm == b.tokens_norm
+    ours = SpectralXCiT("nano-12", patch_size).eval()
+    theirs = timm.create_model(f"xcit_nano_12_p{patch_size}_224", num_classes=0)
+    for parameter in ours.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    theirs.load_state_dict(from_mmpretrain(ours.state_dict(), naming_of(FAMILIES["xcit"], "timm")), strict=True)
+    x = torch.randn(1, 3, 48, 64)
+    torch.testing.assert_close(theirs.eval()(x), ours(x)[0], rtol=1e-3, atol=1e-3)

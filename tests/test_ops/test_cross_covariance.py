@@ -40,3 +40,12 @@ def test_zero_input_has_finite_gradients():
     leaves = [torch.zeros(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
     ops.cross_covariance_attention(*leaves, torch.ones(2, 1, 1)).sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+def test_dead_channel_has_finite_gradients_in_float16():
+    """The derivative of a division by 1e-12 is no float16 number."""
+    q, k, v, temperature = inputs(dtype=torch.float16)
+    q[:, :, 0] = 0
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    ops.cross_covariance_attention(*leaves, temperature).float().square().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspectral.ops.random_features import (
-    attend,
+    FeatureState,
     causal,
     chunked,
     constant_attention,
@@ -21,6 +21,7 @@ from mmspectral.ops.random_features import (
     summarise_keys,
     uniform_attention,
 )
+from mmspectral.ops.random_features.op import plain_forward
 
 F64 = torch.float64
 
@@ -30,7 +31,9 @@ def small_chunks(monkeypatch):
     """Several chunks, the last one short, at lengths a test can afford."""
     monkeypatch.setattr(chunked, "MIN_CHUNK", 8)
     monkeypatch.setattr(chunked, "CPU_CHUNK_BYTES", 1)
-    monkeypatch.setattr(causal, "CHUNK", 16)
+    monkeypatch.setattr(causal, "CHUNK", 8)
+    monkeypatch.setattr(causal, "SHORT_CHUNK", 4)
+    monkeypatch.setattr(causal, "MAX_CHUNKS", 2)
 
 
 def tokens(*shape, seed=0, dtype=F64, size=1.0):
@@ -127,6 +130,30 @@ def test_views_as_attention_layers_make_them():
     ours = linear_attention(q, k, v, fold_features(w, M, 5, orthogonal=True)).transpose(1, 2)
     naive = reference.linear_attention(q, k, v, w.expand(2, 9, 5), M, 5**-0.5).transpose(1, 2)
     assert_same(ours, naive, [x, M])
+
+
+def test_causal_pairs_with_logarithms_of_their_own(small_chunks, monkeypatch):
+    """What is done where logits are too far apart, done everywhere."""
+    monkeypatch.setattr(causal, "safe_range", lambda dtype: -1.0)
+    for all_or_none in (False, True):
+        test_matches_the_explicit_kernel(None, True, *[all_or_none] * 4)
+    for shape in (dict(N=1, L=1), dict(h=4, H=1, e=7), dict(N=63, L=63, d=7, r=7, m=30)):
+        test_odd_shapes(None, shape, True)
+    test_queries_that_see_no_key_get_zero_and_no_gradient(None, True)
+
+
+@pytest.mark.parametrize("far", [40.0, 300.0])
+def test_causal_attention_is_as_exact_where_logits_are_far_apart(far):
+    """float32 against float64, logits of one feature that differ by ``far`` within a chunk, growing and falling."""
+    N, d = 40, 4
+    q, v = tokens(1, 2, N, d, seed=1), tokens(1, 2, N, 3, seed=3)
+    k = torch.linspace(0, (2 * far) ** 0.5, N, dtype=F64)[:, None] * torch.eye(d, dtype=F64)[0]
+    k = torch.stack([k, k.flip(0)])[None] + 0.1 * tokens(1, 2, N, d, seed=2)
+    w = draw_projection(16, d, seed=0, dtype=F64)
+    exact = reference.linear_attention(q, k, v, w.expand(2, 16, d), torch.eye(d).expand(2, d, d), 1.0, causal=True)
+    features = fold_features(w.float(), None, d, scale=1.0, orthogonal=True)
+    ours = linear_attention(q.float(), k.float(), v.float(), features, causal=True)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -245,17 +272,43 @@ def test_autocast_and_lower_matmul_precision_change_nothing():
 
 
 @pytest.mark.parametrize("H", [1, 2])
-def test_decoding_one_token_at_a_time_is_causal_attention(H):
-    (q, k, v, _), w = problem(h=2, H=H)
-    features = fold_features(w, tokens(5, 5, seed=4), 5, orthogonal=True)
-    mask = mask_of(2, 21)
-    whole = linear_attention(q, k, v, features, mask, causal=True)
-    state = summarise_keys(k[:, :, :6], v[:, :, :6], features, mask[:, :6])
-    for n in range(6, 21):
-        one = slice(n, n + 1)
-        state = summarise_keys(k[:, :, one], v[:, :, one], features, mask[:, one], state)
-        torch.testing.assert_close(attend(q[:, :, one], features, state), whole[:, :, one], rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_state_stands_for_the_keys_before(small_chunks, H, causal):
+    """Values and gradients, those of the keys before by way of the state too; a mask, and pieces of any length."""
+    (q, k, v, M), w = problem(h=2, H=H, N=31, L=31)
+    features = fold_features(w, M[:H], 5, shift=tokens(5, seed=6), orthogonal=True)
+    mask = mask_of(2, 31)
+    whole = linear_attention(q, k, v, features, mask, causal) if causal else linear_attention(q, k, v, features, mask)
+    state, pieces = None, []
+    for piece in (slice(0, 6), slice(6, 7), slice(7, 31)):
+        arguments = k[:, :, piece], v[:, :, piece], features, mask[:, piece]
+        if causal or piece.stop == 31:
+            pieces.append(linear_attention(q[:, :, piece] if causal else q, *arguments, causal, state))
+        state = summarise_keys(*arguments, state)
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-11, atol=1e-12)
     assert state.lse.shape == (2, H, 11) and state.mean.shape == (2, H, 11, 3)
+
+    state = FeatureState(*(tokens(*t.shape, seed=i).requires_grad_() for i, t in enumerate(state)))
+    with torch.no_grad():
+        state.lse[0, 0, 3] = -torch.inf  # a feature that no key has reached
+
+    def attention(q, k, v, M, lse, mean):
+        features = fold_features(w, M[:H], 5, orthogonal=True)
+        return linear_attention(q, k, v, features, mask[:, :9], causal, FeatureState(lse, mean))
+
+    leaves = [t[:, :, :9].detach().requires_grad_() for t in (q, k, v)]
+    finite = FeatureState(state.lse.detach().nan_to_num(neginf=-3.0).requires_grad_(), state.mean)
+    assert torch.autograd.gradcheck(attention, (*leaves, M, *finite))
+    grads = torch.autograd.grad(attention(*leaves, M, *state).sum(), state)
+    assert all(grad.isfinite().all() for grad in grads) and grads[0][0, 0, 3] == 0
+
+
+def test_a_state_of_other_sizes_is_refused():
+    (q, k, v, M), w = problem()
+    features = fold_features(w, M, 5)
+    state = summarise_keys(k, v, features)
+    with pytest.raises(ValueError, match="must be"):
+        linear_attention(q, k, v[..., :2], features, state=state)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -263,13 +316,50 @@ def test_operators_are_well_formed_and_compile_without_a_graph_break(causal):
     (q, k, v, M), w = problem(B=1, N=9, L=9)
     features = fold_features(w, M, 5, shift=tokens(5, seed=8), orthogonal=True)
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in (q.unsqueeze(2), k, v, *features)]
-    torch.library.opcheck(torch.ops.mmspectral.linear_attention.default, (*inputs, mask_of(1, 9), causal))
+    state = [t.requires_grad_() for t in (tokens(1, 2, 11, seed=10), tokens(1, 2, 11, 3, seed=11))]
+    for given in (state, [None, None]):
+        torch.library.opcheck(torch.ops.mmspectral.linear_attention.default, (*inputs, mask_of(1, 9), causal, *given))
 
     def attention(q, k, v, M):
         return linear_attention(q, k, v, fold_features(w, M, 5, orthogonal=True), causal=causal)
 
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     assert_same(compiled(q, k, v, M), attention(q, k, v, M), (q, k, v, M), 1e-13)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_operators_compute_the_same(masked):
+    (q, k, v, M), w = problem(h=4, H=2)
+    mask = mask_of(2, 21)
+    mask[1] = False  # a query that sees no key gets 0
+    proposal = sharp_proposal(torch.eye(5, dtype=F64) / 3)
+    for features in (
+        fold_features(w, M[:2], 5, shift=tokens(2, 5, seed=6), proposal=proposal),
+        fold_features(w, M[0], 5, orthogonal=True),
+    ):
+        operator = torch.ops.mmspectral.linear_attention.default
+        arguments = (q.unflatten(1, (2, -1)), k, v, *features, mask if masked else None)
+        for ours, plain in zip(
+            operator(*arguments, False, None, None), plain_forward(*arguments, False, None, None), strict=True
+        ):
+            torch.testing.assert_close(plain, ours, rtol=1e-12, atol=1e-12)
+        with pytest.raises(NotImplementedError, match="causal"):
+            plain_forward(*arguments, True, None, None)
+
+
+def test_derivatives_that_do_not_exist_are_refused():
+    """torch gives custom operators a forward-mode derivative of zero."""
+    (q, k, v, M), w = problem()
+
+    def attention(q, M=M):
+        return linear_attention(q, k, v, fold_features(w, M, 5, orthogonal=True))
+
+    for function, x in ((attention, q), (lambda M: attention(q, M), M)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (x.detach(),), (torch.ones_like(x),))
+    (grad,) = torch.autograd.grad(attention(q).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), q)
 
 
 def test_error_falls_with_the_number_of_features():

@@ -73,11 +73,6 @@ def test_wheel_holds_package_configs_and_tools_only(wheel):
     assert extras == set(EXTRAS)
 
 
-def test_no_extra_names_both_families():
-    assert not any(r.startswith(("mmcv", "mmengine", "mmdet", "mmpretrain")) for r in EXTRAS["onedl"])
-    assert not any(r.startswith("onedl-") for r in EXTRAS["openmmlab"] + EXTRAS["tests"])
-
-
 def test_installed_wheel_finds_its_configs(wheel, tmp_path):
     """In an environment that holds nothing else, away from any checkout."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -51,19 +51,17 @@ def test_active_environment_that_satisfies_is_used_as_it_is(tmp_path):
 
 
 @pytest.fixture
-def unsatisfied(tmp_path):
-    """The environment variables of a machine whose Python lacks everything and cannot make virtual environments."""
+def failed_set_up(tmp_path):
+    """Return a function that runs the set-up of ``tmp_path/venv`` where it fails, and returns what it said.
+
+    Python lacks everything there and cannot make virtual environments.
+    """
     program(tmp_path / "bin" / "python3", '[[ "$1" == -c ]] || exit 1', f'[[ "$2" != *print* ]] || echo {tmp_path}')
     program(tmp_path / "active" / "bin" / "python", "exit 1")
-    return {"VIRTUAL_ENV": tmp_path / "active", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-
-
-@pytest.fixture
-def failed_set_up(tmp_path, unsatisfied):
-    """Return a function that runs the set-up of ``tmp_path/venv`` where it fails, and returns what it said."""
+    unsatisfied = {"VIRTUAL_ENV": tmp_path / "active", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
 
     def set_up(**variables):
-        done = run("bash", "-c", SOURCE, **{**dict(MMSPECTRAL_VENV=tmp_path / "venv"), **unsatisfied, **variables})
+        done = run("bash", "-c", SOURCE, **{"MMSPECTRAL_VENV": tmp_path / "venv", **unsatisfied, **variables})
         assert done.returncode == 1 and done.stdout == ""
         return done.stderr
 

@@ -80,13 +80,11 @@ def test_queries_and_keys_of_a_file(run, tmp_path):
     generator = np.random.default_rng(0)
     arrays = {f"{name}{i}": generator.normal(size=(3, 2, 20, 4)).astype(np.float16) for name in "qkv" for i in (0, 1)}
     options = ["--features", 8, "--estimators", "performer", "temperature+sharp+shift", "--out"]
-    np.savez(tmp_path / "a.npz", **arrays)
-    run("--npz", tmp_path / "a.npz", *options, tmp_path / "a.csv")
-    arrays = {name: array.copy() for name, array in arrays.items()}
-    for name, array in arrays.items():
-        array[:2] *= 3 if name[0] in "qk" else 1
-    np.savez(tmp_path / "b.npz", **arrays)
-    run("--npz", tmp_path / "b.npz", *options, tmp_path / "b.csv")
+    for file in "ab":
+        np.savez(tmp_path / f"{file}.npz", **arrays)
+        run("--npz", tmp_path / f"{file}.npz", *options, tmp_path / f"{file}.csv")
+        for name in ("q0", "k0", "q1", "k1"):
+            arrays[name][:2] *= 3
     (performer, calibrated), (same, other) = table(tmp_path / "a.csv"), table(tmp_path / "b.csv")
     assert performer["heads"] == "4" and performer["data"] == f"{tmp_path.name}/a"
     assert performer["error_softmax"] == same["error_softmax"]

@@ -26,6 +26,6 @@ def test_table_and_exit_status(call_tool):
 def test_training_is_refused_before_anything_is_written(call_tool, tmp_path):
     status, out, errors = call_tool("train.py", *WRONG)
     assert status == 2
-    assert "The data cannot be used with this config" in errors and "- model.head.num_classes is for 3" in errors
-    assert "error: " not in out
+    assert "train.py: error: The data cannot be used with this config" in errors
+    assert "- model.head.num_classes is for 3" in errors and "error: " not in out
     assert not any(tmp_path.iterdir())

@@ -190,7 +190,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="ours.pth is there already; choose another name or pass --force"):
         convert(source, tmp_path / "ours.pth", "timm")
     assert (tmp_path / "ours.pth").read_bytes() == before
-    with pytest.raises(UsageError, match="known from timm, official, not from 'mmseg'"):
+    with pytest.raises(UsageError, match="known from timm, official, mmcls, not from 'mmseg'"):
         convert(source, tmp_path / "never.pth", "mmseg")
     with pytest.raises(UsageError, match="names, such as .* are of no code base known for davit"):
         convert(source, tmp_path / "never.pth", "timm", family="davit")

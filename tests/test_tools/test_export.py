@@ -6,11 +6,13 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
+from torch import nn
 
 from mmspectral.apis import export, exporter
 from mmspectral.arguments import read_config
 from mmspectral.errors import UsageError
-from mmspectral.layers import ConditionedLinear
+from mmspectral.layers import ConditionedLinear, DarkAttention
+from mmspectral.ops.random_features import PLAIN_OPERATORS
 from tests.helpers import QUICKSTART
 
 IDENTITY = dict(type="IdentityCorrection", scale=0.5)
@@ -110,10 +112,10 @@ def flat(outputs):
                 ("vit-dense", "backbone"),
                 ("deit", "model"),
                 ("davit", "backbone"),
+                ("dark-vit", "model"),
+                ("dark-swin", "backbone"),
             ]
         ),
-        pytest.param("dark-vit", "model", "exported-program", marks=pytest.mark.slow),
-        pytest.param("dark-swin", "backbone", "exported-program", marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
@@ -131,15 +133,33 @@ def test_every_family_takes_any_batch_and_size(name, part, file_format, tmp_path
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(*ONNX.marks[0].args, **ONNX.marks[0].kwargs)
-def test_onnx_has_no_counterpart_of_linear_attention(tmp_path):
-    """A limit: the operator is opaque, so that neither torch.compile nor torch.export unrolls its loop over chunks."""
-    cfg = classifier("dark-vit")
-    _, checkpoint = make(cfg, tmp_path)
-    with pytest.raises(UsageError, match=r"linear_attention.*--format exported-program"):
-        export(cfg, checkpoint, tmp_path / "model.onnx", "onnx", size=(16, 16), fixed_size=True)
-    assert not (tmp_path / "model.onnx").exists()
+@pytest.mark.parametrize("features", [64, 128])
+@torch.no_grad()
+def test_attention_over_random_features_as_onnx(features, tmp_path):
+    """A mask, grouped queries, a shift and a proposal, at two lengths and batches."""
+    layer = DarkAttention(
+        32, 4, num_kv_heads=2, kernel=dict(type="dark", num_features=features, proposal="sharp", shift="learned")
+    )
+    nn.init.normal_(layer.kernel.shift)
+    layer.kernel.proposal_variance.fill_(1.3)
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+
+    def export_to(file, x, mask, **settings):
+        arguments = dict(x=x, attn_mask=mask, **settings)
+        shapes = dict(x=free, attn_mask=free, **dict.fromkeys(settings))
+        program = torch.export.export(layer, (), arguments, dynamic_shapes=shapes, strict=False)
+        torch.onnx.export(program.run_decompositions(PLAIN_OPERATORS), dynamo=True, verbose=False).save(file)
+
+    file = tmp_path / "layer.onnx"
+    export_to(file, torch.randn(2, 30, 32), torch.rand(2, 30) > 0.3)
+    session = pytest.importorskip("onnxruntime").InferenceSession(file.read_bytes())
+    for B, N in ((2, 30), (3, 77)):
+        x, mask = torch.randn(B, N, 32), torch.rand(B, N) > 0.3
+        (out,) = session.run(None, dict(x=x.numpy(), attn_mask=mask.numpy()))
+        torch.testing.assert_close(torch.from_numpy(out), layer(x, mask), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="causal"):
+        export_to(file, torch.randn(2, 30, 32), torch.rand(2, 30) > 0.3, is_causal=True)
 
 
 def test_a_fixed_size_takes_any_batch_and_refuses_other_sizes_and_weights_are_folded(tmp_path):

@@ -174,11 +174,41 @@ def test_image_ids_are_unique():
         image_ids([Path("/data/z/a.jpg")], content)
 
 
-@pytest.mark.parametrize("content", ["[1]", "no json", '{"images": []}'])
+@pytest.mark.parametrize("content", ["[1]", "no json", '{"images": []}', '{"images": {}, "categories": []}'])
 def test_annotation_files_are_checked(tmp_path, content):
     (tmp_path / "ann.json").write_text(content)
     with pytest.raises(UsageError, match=r"ann\.json"):
         read_annotations(tmp_path / "ann.json")
+
+
+@pytest.mark.parametrize("entry", [dict(id=1, file_name=None), dict(id=1), dict(file_name="a.jpg"), None])
+def test_entries_of_annotation_files_are_checked(entry):
+    with pytest.raises(UsageError, match="images must have an id and a file_name"):
+        image_ids([Path("a.jpg")], dict(images=[entry], categories=[]))
+    with pytest.raises(UsageError, match="categories must have an id and a name"):
+        category_ids(CLASSES, dict(images=[], categories=[entry]))
+
+
+def test_links_keep_their_names_and_threads_are_left_out(detector, tmp_path):
+    real = write_images(tmp_path / "real", ["a.png"])
+    links = write_images(tmp_path / "links", ["own.png"])
+    (links / "a.png").symlink_to(real / "a.png")
+    for name, size in (("thin.png", (300, 1)), ("wide.png", (2, 20_000))):
+        assert cv2.imwrite(str(links / name), np.zeros(size, np.uint8))
+    found = find_images([str(links), str(links / ".." / "links" / "*.png")])
+    result = run_detector(detector, found, tmp_path / "out")
+    assert [image["file_name"] for image in result.images] == ["a.png", "own.png"]
+    assert [path.name for path in result.unreadable] == ["thin.png", "wide.png"]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+def test_heads_for_other_classes_are_refused_with_both_shapes(detector, tmp_path):
+    images = write_images(tmp_path / "images", ["a.png"])
+    cfg = Config.fromfile(detector / "config.py")
+    cfg.merge_from_dict({f"model.roi_head.{head}.num_classes": 3 for head in ("bbox_head", "mask_head")})
+    with pytest.raises(UsageError, match=r"fc_cls.*\(3, \d+\) in the file, \(4, \d+\) in the model"):
+        predict(cfg, str(detector / "named.pth"), [images / "a.png"], tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_images_are_found_once(tmp_path):

@@ -47,7 +47,10 @@ def parse_args() -> argparse.Namespace:
     common.add_argument("--threads", type=int, help="default: torch's")
     common.add_argument("--out", type=Path, metavar="CSV")
 
-    attention = commands.add_parser("attention", parents=[common], help=f"any of {', '.join(IMPLEMENTATIONS)}")
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", help="default: cuda where there is one, else cpu")
+
+    attention = commands.add_parser("attention", parents=[common, device], help=f"any of {', '.join(IMPLEMENTATIONS)}")
     attention.add_argument("--lengths", type=int, nargs="+", default=[196, 1024, 4096, 16384, 65536], help="N")
     attention.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     attention.add_argument("--baseline", choices=IMPLEMENTATIONS, default="softmax", help="what ratios are to")
@@ -58,9 +61,8 @@ def parse_args() -> argparse.Namespace:
     attention.add_argument("--features", type=int, default=128, help="m")
     attention.add_argument("--causal", action="store_true", help="leaves the packages out")
     attention.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    attention.add_argument("--device", help="default: cuda where there is one, else cpu")
 
-    conditioning = commands.add_parser("conditioning", parents=[common], help="stock, corrections and folded")
+    conditioning = commands.add_parser("conditioning", parents=[common, device], help="stock, corrections and folded")
     conditioning.add_argument("--family", nargs="+", choices=FAMILIES, default=["xcit"])
     conditioning.add_argument("--arch", help="size of the family, if there is one; default: the paper's small one")
     conditioning.add_argument("--patch-size", type=int, default=16, help="of XCiT, ViT and DeiT")
@@ -262,22 +264,25 @@ def backbone_step(args: argparse.Namespace, mode: str, model) -> Callable[[], No
     """Return what is timed; it leaves no gradients."""
     import torch
 
-    x = torch.randn(args.batch, 3, *args.size, generator=torch.Generator().manual_seed(0))
+    device = torch.device(args.device)
+    x = torch.randn(args.batch, 3, *args.size, generator=torch.Generator().manual_seed(0)).to(device)
     training = mode == "train"
-    model.train(training)
+    model.to(device).train(training)  # train() of some of mmpretrain's models returns nothing
 
     def step() -> None:
-        with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
+        with torch.set_grad_enabled(training), torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
             outputs = model(x)
         if training:
             sum(out.float().square().mean() for out in outputs).backward()
             model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return step
 
 
 def backbone_peaks(args: argparse.Namespace, family: str, form: str) -> dict[str, float]:
-    """Return the peak resident memory of this process after two steps of each mode."""
+    """Return the peak of resident or, on a GPU, of allocated memory after two steps of each mode."""
     import torch
 
     from mmspectral.analysis import DenseBackbone
@@ -292,7 +297,8 @@ def backbone_peaks(args: argparse.Namespace, family: str, form: str) -> dict[str
             step = backbone_step(args, mode, model)
             step()
             step()
-            peaks[mode] = peak_mib()
+            on_gpu = args.device.startswith("cuda")
+            peaks[mode] = round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else peak_mib()
     return peaks
 
 

@@ -18,7 +18,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +52,11 @@ SPIKE_WINDOW = 25
 PADDING = 4
 
 
-@dataclass(frozen=True)
-class ImageSet:
+class ImageSet(NamedTuple):
     """Images [n, 3, H, W], uint8, and labels [n] in memory."""
 
     images: Tensor
     labels: Tensor
-    classes: list[str]
 
     def batches(self, size: int, generator: torch.Generator | None = None, limit: int | None = None) -> Iterator[tuple]:
         """Yield (images in -1 .. 1, labels); with a generator shuffled, flipped and cropped at random."""
@@ -72,10 +69,10 @@ class ImageSet:
             yield images.float() / 127.5 - 1, self.labels[index]
 
 
-def load_images(folder: Path) -> ImageSet:
-    found = ImageFolder(folder)
-    images, labels = zip(*((pil_to_tensor(image), label) for image, label in found), strict=True)
-    return ImageSet(torch.stack(images), torch.tensor(labels), found.classes)
+def load_images(args: argparse.Namespace) -> list[ImageSet]:
+    """Return the images of train/ and of test/."""
+    parts = (zip(*ImageFolder(args.data / part, pil_to_tensor), strict=True) for part in ("train", "test"))
+    return [ImageSet(torch.stack(images), torch.tensor(labels)) for images, labels in parts]
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -120,20 +117,17 @@ def train(
     epochs: int,
     lr: float,
     generator: torch.Generator,
+    batch_size: int,
+    after_epoch: Callable[[int], None],
     images_per_epoch: int | None = None,
-    batch_size: int = 64,
     warmup: float = 0.1,
-    weight_decay: float = 0.05,
     max_norm: float | None = 1.0,
-    after_epoch: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train with AdamW, warm-up and a cosine, in bfloat16; return the losses up to the first that is not finite."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decayed = {name for name, parameter in named.items() if parameter.ndim > 1 and ".kernel." not in name}
-    groups = [
-        dict(params=[named[name] for name in named if name in decayed], weight_decay=weight_decay),
-        dict(params=[named[name] for name in named if name not in decayed], weight_decay=0.0),
-    ]
+    groups = [dict(params=[], weight_decay=0.05), dict(params=[], weight_decay=0.0)]
+    for name, parameter in named.items():
+        groups[parameter.ndim < 2 or ".kernel." in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr, fused=True)
     steps = epochs * math.ceil(len(data.labels[:images_per_epoch]) / batch_size)
     rise = max(1, round(warmup * steps))
@@ -156,16 +150,15 @@ def train(
                 nn.utils.clip_grad_norm_(named.values(), max_norm)
             optimizer.step()
             schedule.step()
-        if after_epoch is not None:
-            after_epoch(epoch)
+        after_epoch(epoch)
     return losses
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: ImageSet, batch_size: int = 250) -> float:
+def accuracy(model: nn.Module, data: ImageSet) -> float:
     model.eval()
     correct = 0
-    for images, labels in data.batches(batch_size):
+    for images, labels in data.batches(250):
         with torch.autocast(images.device.type, torch.bfloat16):
             correct += (model(images).argmax(1) == labels).sum().item()
     return correct / len(data.labels)
@@ -188,22 +181,21 @@ class SwapRow(NamedTuple):
     diverged: bool
 
 
-def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: float = 5.0, least: float = 0.5) -> int:
+def count_spikes(losses: Sequence[float]) -> int:
     """Count runs of steps whose loss is far above the loss just before.
 
-    A step is in a spike when its loss exceeds the median of the last ``window``
-    losses outside spikes by more than ``factor`` times their median absolute
-    deviation and by more than ``least``, or when it is not finite.
+    A step is in a spike when its loss exceeds the median of the last ``SPIKE_WINDOW`` losses outside spikes by more
+    than 5 times their median absolute deviation and by more than 0.5, or when it is not finite.
     """
     calm: list[float] = []
     spikes, inside = 0, False
     for loss in losses:
-        recent = calm[-window:]
+        recent = calm[-SPIKE_WINDOW:]
         above = not math.isfinite(loss)
-        if len(recent) == window and not above:
+        if len(recent) == SPIKE_WINDOW and not above:
             median = statistics.median(recent)
             deviation = statistics.median(abs(each - median) for each in recent)
-            above = loss > median + max(factor * deviation, least)
+            above = loss > median + max(5 * deviation, 0.5)
         spikes += above and not inside
         inside = above
         if not above:
@@ -211,70 +203,44 @@ def count_spikes(losses: Sequence[float], window: int = SPIKE_WINDOW, factor: fl
     return spikes
 
 
-def diverged(losses: Sequence[float], num_classes: int, window: int = SPIKE_WINDOW) -> bool:
-    """Tell whether training ended in a loss that is not finite, or (median of the last steps) worse than guessing."""
-    return not math.isfinite(losses[-1]) or statistics.median(losses[-window:]) > math.log(num_classes)
-
-
-def prepare(
-    checkpoint: dict, kernel: str, num_features: int | None, seed: int, data: ImageSet, num_images: int = 256
-) -> Classifier:
-    """Replace the attention of a trained classifier, and calibrate it on augmented images where the kernel allows."""
-    model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed))
-    if kernel in FITS:
-        images, _ = next(data.batches(num_images, torch.Generator().manual_seed(seed)))
-        calibrate_model(model, [images], fit=FITS[kernel], seed=seed)
-    return model
-
-
-def kernel_config(kernel: str, num_features: int | None, seed: int) -> dict | None:
-    cfg = KERNELS[kernel]
-    return None if cfg is None else dict(cfg, num_features=num_features, seed=seed)
-
-
 def swap_and_tune(
-    checkpoint: dict,
-    train_data: ImageSet,
-    test_data: ImageSet,
-    kernel: str,
-    num_features: int | None,
-    seed: int,
-    runs: Sequence[tuple[str, float]],
-    *,
-    study: str,
-    epochs: int,
-    **kwargs,
+    args: argparse.Namespace, data: list[ImageSet], kernel: str, num_features: int | None, seed: int, runs: list[tuple]
 ) -> Iterator[SwapRow]:
-    """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``."""
-    prepared = prepare(checkpoint, kernel, num_features, seed, train_data)
+    """Replace the attention once, and fine-tune from there for each regime and peak learning rate of ``runs``.
+
+    It is calibrated on augmented images where the kernel allows. A run has diverged when it ends in a loss that is not
+    finite, or (median of the last steps) worse than guessing.
+    """
+    checkpoint, (train_data, test_data) = torch.load(args.checkpoint, weights_only=True), data
+    options = dict(epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
+    if args.command == "sweep":
+        # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
+        options |= dict(max_norm=None, warmup=0.5)
+    cfg = KERNELS[kernel] and dict(KERNELS[kernel], num_features=num_features, seed=seed)
+    prepared = load_softmax(checkpoint, cfg)
+    if kernel in FITS:
+        images, _ = next(train_data.batches(256, torch.Generator().manual_seed(seed)))
+        calibrate_model(prepared, [images], fit=FITS[kernel], seed=seed)
     replaced = accuracy(prepared, test_data)
     for regime, lr in runs:
-        model = load_softmax(checkpoint, kernel_config(kernel, num_features, seed), REGIMES[regime])
+        model = load_softmax(checkpoint, cfg, REGIMES[regime])
         model.load_state_dict(prepared.state_dict())
         reached = {}
 
         def evaluate(epoch: int, model=model, reached=reached) -> None:
-            if epoch in (1, epochs):
+            if epoch in (1, args.epochs):
                 reached[epoch] = accuracy(model, test_data)
 
         generator = torch.Generator().manual_seed(seed)
-        losses = train(model, train_data, epochs=epochs, lr=lr, generator=generator, after_epoch=evaluate, **kwargs)
-        ends = (replaced, reached.get(1), reached.get(epochs), statistics.median(losses[-SPIKE_WINDOW:]))
-        lost = diverged(losses, checkpoint["settings"]["num_classes"])
-        yield SwapRow(study, kernel, num_features, regime, lr, seed, *ends, count_spikes(losses), lost)
-
-
-def append_row(row: SwapRow, path: Path) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, SwapRow._fields, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row._asdict())
+        losses = train(model, train_data, lr=lr, generator=generator, after_epoch=evaluate, **options)
+        last = statistics.median(losses[-SPIKE_WINDOW:])
+        ends = (replaced, reached.get(1), reached.get(args.epochs), last, count_spikes(losses))
+        lost = not math.isfinite(losses[-1]) or last > math.log(checkpoint["settings"]["num_classes"])
+        yield SwapRow(args.command, kernel, num_features, regime, lr, seed, *ends, lost)
 
 
 def read_rows(path: Path) -> list[SwapRow]:
-    """Read what :func:`append_row` wrote; no file is no rows."""
+    """Read what :func:`run_study` wrote; no file is no rows."""
     if not path.exists():
         return []
     read = dict(num_features=int, lr=float, seed=int, replaced=float, first_epoch=float, final=float)
@@ -357,9 +323,6 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--batch-size", type=int, default=32)
     table = argparse.ArgumentParser(add_help=False)
     table.add_argument("--csv", type=Path, required=True)
-    study = argparse.ArgumentParser(add_help=False)
-    study.add_argument("--epochs", type=int, default=3)
-    study.add_argument("--images", type=int, default=1500, help="training images of an epoch, others in the next")
 
     first = commands.add_parser("train", parents=[data], help="train the ViT with softmax attention")
     first.add_argument("--epochs", type=int, default=44)
@@ -374,7 +337,9 @@ def parse_args() -> argparse.Namespace:
         ("sweep", "learning rates, without clipping", SWEPT, (1, [64]), 2, ("+", [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])),
     )
     for name, text, kernels, (nargs, features), seeds, (nargs_of_lrs, lrs) in studies:
-        command = commands.add_parser(name, parents=[data, table, study], help=text)
+        command = commands.add_parser(name, parents=[data, table], help=text)
+        command.add_argument("--epochs", type=int, default=3)
+        command.add_argument("--images", type=int, default=1500, help="training images of an epoch, others in the next")
         command.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
         command.add_argument("--features", type=int, nargs=nargs, default=features, metavar="M")
         command.add_argument("--seeds", type=int, default=seeds)
@@ -388,10 +353,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def train_softmax(args: argparse.Namespace) -> None:
-    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
+    train_data, test_data = load_images(args)
     arch, size = dict(zip(ARCH, args.arch, strict=True)), train_data.images.shape[-1]
     backbone = dict(arch=arch, img_size=size, patch_size=args.patch_size, out_type="cls_token")
-    settings = dict(backbone=backbone, num_classes=len(train_data.classes))
+    settings = dict(backbone=backbone, num_classes=1 + int(train_data.labels.max()))
     torch.manual_seed(0)
     model = Classifier(settings)
     model.backbone.init_weights()
@@ -407,13 +372,7 @@ def train_softmax(args: argparse.Namespace) -> None:
 
 
 def run_study(args: argparse.Namespace) -> None:
-    checkpoint = torch.load(args.checkpoint, weights_only=True)
-    train_data, test_data = load_images(args.data / "train"), load_images(args.data / "test")
-    done = {row[:6] for row in read_rows(args.csv)}
-    options = dict(study=args.command, epochs=args.epochs, images_per_epoch=args.images, batch_size=args.batch_size)
-    if args.command == "sweep":
-        # A spike needs 25 steps to be compared with: the rate rises long enough for it to come after them.
-        options |= dict(max_norm=None, warmup=0.5)
+    data, done = load_images(args), {row[:6] for row in read_rows(args.csv)}
     for seed, kernel in itertools.product(range(args.seeds), args.kernels):
         for m in [None] if kernel == "exact" else args.features:
             todo = [
@@ -422,8 +381,10 @@ def run_study(args: argparse.Namespace) -> None:
                 if (args.command, kernel, m, regime, lr, seed) not in done
             ]
             if todo:
-                for row in swap_and_tune(checkpoint, train_data, test_data, kernel, m, seed, todo, **options):
-                    append_row(row, args.csv)
+                for row in swap_and_tune(args, data, kernel, m, seed, todo):
+                    header = [] if args.csv.exists() else [SwapRow._fields]
+                    with args.csv.open("a", newline="") as file:
+                        csv.writer(file, lineterminator="\n").writerows([*header, row])
                     print(row, flush=True)
 
 

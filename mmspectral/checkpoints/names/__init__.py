@@ -23,12 +23,11 @@ def detect(names: Collection[str], family: str | None = None) -> tuple[Family, N
     """
     families = [FAMILIES[family]] if family else list(FAMILIES.values())
     for candidate in families:
-        if candidate.recognise(names):
-            return candidate, None
-    for candidate in families:
         for naming in candidate.namings:
             if naming.recognise(names):
                 return candidate, naming
+        if candidate.recognise(names):
+            return candidate, None
     return None
 
 

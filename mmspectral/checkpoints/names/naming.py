@@ -97,16 +97,27 @@ class Family:
 
 
 def to_mmpretrain(state: Mapping[str, Tensor], naming: Naming) -> State:
-    """Return a state dict in mmpretrain's names."""
-    state = naming.on_import(dict(state))
+    """Return a state dict in mmpretrain's names.
+
+    Raises:
+        ValueError: A tensor has not the shape that it has there.
+    """
+    state = _changed(naming.on_import, dict(state), naming)
     rules = naming.rules(state)
     return {rename(name, rules, reverse=True): tensor for name, tensor in state.items()}
 
 
 def from_mmpretrain(state: Mapping[str, Tensor], naming: Naming) -> State:
-    """Return a state dict of mmpretrain's names (backbone bare, head under ``head``) in another naming."""
+    """Do the opposite of :func:`to_mmpretrain`, for a bare backbone and a head under ``head``; raises alike."""
     rules = naming.rules(state)
-    return naming.on_export({rename(name, rules): tensor for name, tensor in state.items()})
+    return _changed(naming.on_export, {rename(name, rules): tensor for name, tensor in state.items()}, naming)
+
+
+def _changed(change: Callable[[State], State], state: State, naming: Naming) -> State:
+    try:
+        return change(state)
+    except (IndexError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"a tensor is missing or not of the shape that {naming.name} has: {error}") from error
 
 
 def begins(beginning: str) -> Callable[[Collection[str]], bool]:

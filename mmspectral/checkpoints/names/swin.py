@@ -61,8 +61,8 @@ def position_index(table: Tensor) -> Tensor | None:
     Args:
         table: [(2 W - 1)^2, heads] for a window of W x W = N positions.
     """
-    window = (round(len(table) ** 0.5) + 1) // 2
-    if (2 * window - 1) ** 2 != len(table):
+    window = (round(table.shape[0] ** 0.5) + 1) // 2 if table.ndim == 2 else 0
+    if not window or (2 * window - 1) ** 2 != table.shape[0]:
         return None
     rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
     place = (rows * (2 * window - 1) + columns).flatten()  # [N]
@@ -105,6 +105,12 @@ FAMILY = Family(
             on_import=_on_import,
             on_export=_on_export,
             entry="model",
+        ),
+        Naming(
+            "mmcls",  # before September 2021, as are the 16xb64 files that mmpretrain publishes
+            recognise=lambda names: begins("norm.")(names) and begins("stages.0.blocks.0.attn.w_msa.")(names),
+            rules=lambda names: final_norm(number_of("stages", names), names, "norm"),
+            on_import=functools.partial(_without_buffers, Tensor.contiguous),
         ),
     ),
     complete=_complete,

@@ -1,5 +1,6 @@
 """The datasets of a config, checked one by one, against each other and against the heads of the model."""
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -8,6 +9,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import DefaultScope
 
+from mmspectral.arguments import type_name
 from mmspectral.datasets.check.classification import check_folders, check_list
 from mmspectral.datasets.check.coco import CocoUse, are_numbers, check_coco
 from mmspectral.datasets.check.report import DatasetReport, SplitReport, check_overlap
@@ -62,8 +64,7 @@ def check_before_training(cfg: Config) -> None:
     if not cfg.get("check_dataset", True) or rank != "0":
         return
     report = check_dataset(cfg, SPLITS[:2])
-    # The errors are in what is raised.
-    print("\n".join(line for line in str(report).splitlines() if not line.startswith("error: ")), flush=True)
+    print(report.text(with_errors=False), flush=True)
     if report.all_errors:
         listed = "\n".join(f"- {text}" for text in report.all_errors)
         raise UsageError(f"The data cannot be used with this config (check_dataset=False skips this check):\n{listed}")
@@ -104,7 +105,10 @@ def _check_split(name: str, settings: Mapping, cfg: Config) -> SplitReport:
         report.errors += wrong
     elif kind == "mmdet.CocoDataset" and report.classes is not None:
         report.source = dataset.ann_file
-        check_coco(report, dataset.ann_file, dataset.data_prefix["img"], _coco_use(dataset, settings))
+        evaluators = _coco_evaluators(cfg.get(f"{name.split()[0]}_evaluator"))
+        use = _coco_use(dataset, settings, evaluators)
+        used = check_coco(report, dataset.ann_file, dataset.data_prefix["img"], use)
+        _check_truth(report, dataset.ann_file, used, use, evaluators)
     elif kind == "mmpretrain.CustomDataset":
         report.source = dataset.ann_file or dataset.img_prefix
         if dataset.ann_file:
@@ -128,32 +132,68 @@ def _name(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
 
-def _coco_use(dataset: Any, settings: Mapping) -> CocoUse:
+def _coco_evaluators(settings: Any) -> list[Mapping]:
+    """Return the settings of COCO's evaluators that score something."""
+    parts = settings if isinstance(settings, (list, tuple)) else [settings]
+    kinds = ("CocoMetric", "FasterCocoMetric")
+    return [part for part in parts if type_name(part).rpartition(".")[2] in kinds and not part.get("format_only")]
+
+
+def _check_truth(
+    report: SplitReport, ann_file: str, used: Sequence[Mapping], use: CocoUse, evaluators: Sequence[Mapping]
+) -> None:
+    """Check annotation files of evaluators that are not the dataset's."""
+    for path in {part.get("ann_file") for part in evaluators}:
+        if not _is_path(path) or os.path.realpath(path) == os.path.realpath(ann_file):
+            continue
+        truth = SplitReport(report.name)
+        known = {image["id"] for image in check_coco(truth, path, None, dataclasses.replace(use, indices=None))}
+        report.errors += [f"the evaluator's {path}: {text}" for text in truth.errors]
+        if not truth.errors and (unknown := [image["id"] for image in used if image["id"] not in known]):
+            report.errors.append(
+                f"{len(unknown):,} images are not in the evaluator's {path} (such as {unknown[0]}): set its ann_file "
+                "to the annotation file of the dataset."
+            )
+
+
+def _metrics(evaluator: Mapping) -> list[str]:
+    metric = evaluator.get("metric", ("bbox", "segm") if "mmspectral" in type_name(evaluator) else "bbox")
+    return [metric] if isinstance(metric, str) else [name for name in metric if isinstance(name, str)]
+
+
+def _coco_use(dataset: Any, settings: Mapping, evaluators: Sequence[Mapping]) -> CocoUse:
     filters = dataset.filter_cfg or {}
+    steps = list(_transforms(settings.get("pipeline")))
     return CocoUse(
         classes=tuple(dataset.metainfo["classes"]),
         own_classes="classes" not in (settings.get("metainfo") or {}),
         training=not dataset.test_mode,
-        needs_masks=_loads_masks(settings.get("pipeline")),
+        needs_masks=any(type_name(step).endswith("LoadAnnotations") and step.get("with_mask") for step in steps),
+        evaluated=frozenset(name for evaluator in evaluators for name in _metrics(evaluator)),
+        by_mmdet=any("mmspectral" not in type_name(evaluator) for evaluator in evaluators),
+        loader=next((step for step in steps if type_name(step).endswith("LoadImageFromFile")), {}),
         filter_empty=bool(filters.get("filter_empty_gt", False)),
         min_size=filters.get("min_size", 0),
         indices=dataset._indices,
     )
 
 
-def _loads_masks(pipeline: Any) -> bool:
+def _transforms(pipeline: Any) -> Iterator[Mapping]:
+    """Yield the settings of all transforms, also below others."""
     if isinstance(pipeline, Mapping):
-        kind = pipeline.get("type")
-        loads = isinstance(kind, str) and kind.rpartition(".")[2] == "LoadAnnotations"
-        return (loads and bool(pipeline.get("with_mask", False))) or any(map(_loads_masks, pipeline.values()))
-    return isinstance(pipeline, (list, tuple)) and any(map(_loads_masks, pipeline))
+        yield pipeline
+        pipeline = list(pipeline.values())
+    if isinstance(pipeline, (list, tuple)):
+        for part in pipeline:
+            yield from _transforms(part)
 
 
 def _compare(report: DatasetReport, cfg: Config) -> None:
     known = [split for split in report.splits if split.classes is not None]
     compared: set[tuple[str, ...]] = set()
     for split in known:
-        if split.classes not in compared and not split.open_vocabulary and isinstance(cfg.get("model"), Mapping):
+        doubtful = split.open_vocabulary or split.wrong_classes or split.classes in compared
+        if not doubtful and isinstance(cfg.get("model"), Mapping):
             compared.add(split.classes)
             report.errors += [f"{text} (dataset: {split.name})" for text in check_heads(cfg.model, split.classes)]
     for first, second in combinations(report.splits, 2):

@@ -1,19 +1,25 @@
 """COCO annotation files and the masks in them: what is wrong, and what of it a detector gets to see."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmspectral.datasets.check.report import SplitReport, Tally, check_files
+from mmspectral.datasets.check.report import SplitReport, Tally, check_files, check_sizes
 from mmspectral.errors import UsageError
 
 LIMIT = 1e9  # no image has as many pixels in a row; float32 boxes cannot resolve it either
+_LARGEST_ID = 2**53  # COCO's evaluator keeps ids as float64
+_LARGEST_IMAGE = 2**30  # pixels; OpenCV reads no larger one
+_NARROWEST = 200  # an image of this ratio of sides is less than a pixel wide once its long side has 100
 _NUMBERS = {int, float}
-# What mmdet does about a problem: raise, leave the object out, or train with it all the same.
-STOPS, DROPPED, KEPT = "stops", "dropped", "kept"
+_FLAGS = {int, bool}
+# What training does about the problem of a mask: raise, leave the object out, leave a polygon out, or keep it.
+# COCO's evaluator can use none but the last.
+STOPS, DROPPED, CUT, KEPT = "stops", "dropped", "cut", "kept"
 # COCO's area ranges in square pixels, by the end of the names of their metrics.
 _RANGES = {"small (AP_s)": (0, 32**2), "medium (AP_m)": (32**2, 96**2), "large (AP_l)": (96**2, LIMIT**2)}
 
@@ -26,6 +32,9 @@ class CocoUse:
     own_classes: bool = False  # the names are those of the dataset's type, as ``metainfo`` gives none
     training: bool = True  # annotations are filtered and needed
     needs_masks: bool = False  # the pipeline loads masks
+    evaluated: frozenset[str] = frozenset()  # what COCO's evaluator scores: bbox, segm
+    by_mmdet: bool = False  # that evaluator is mmdet's, which reads fields as they are
+    loader: Mapping = field(default_factory=dict)  # settings of the transform that reads the images
     filter_empty: bool = False  # images without annotations are left out
     min_size: float = 0  # shortest side of an image that is used, in pixels
     indices: int | Sequence[int] | None = None
@@ -35,32 +44,62 @@ def read_annotations(path: str | Path) -> dict:
     """Return the contents of a COCO annotation file.
 
     Raises:
-        UsageError: There is no such file, or it is no such file.
+        UsageError: There is no such file, or its parts are no lists.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"The annotation file {path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not {"images", "categories"} <= content.keys():
-        raise UsageError(f"{path} is no COCO annotation file: it has no lists 'images' and 'categories'.")
+    parts = ("images", "categories", "annotations")
+    lists = dict(annotations=[]) | content if isinstance(content, dict) else {}
+    wrong = [part for part in parts if not isinstance(lists.get(part), list)]
+    if wrong:
+        raise UsageError(f"{path} is no COCO annotation file: it has no list of {' and no list of '.join(wrong)}.")
     return content
 
 
-def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: CocoUse) -> None:
-    """Check an annotation file and, in ``folder`` if it is not None, its images; fill ``report``."""
+def entries_with(content: dict, part: str, name: str) -> list[dict]:
+    """Return a list of an annotation file whose entries must have an id and, as a string, ``name``.
+
+    Raises:
+        UsageError: One has not.
+    """
+    for entry in content[part]:
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not isinstance(entry.get(name), str):
+            raise UsageError(f"In the annotation file, {part} must have an id and a {name}, unlike {entry!r:.80}.")
+    return content[part]
+
+
+def is_narrow(height: int, width: int) -> bool:
+    """Return whether an image is so much longer than wide, or wider than long, that it vanishes when it is resized."""
+    return max(height, width) > _NARROWEST * min(height, width)
+
+
+def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: CocoUse) -> list[dict]:
+    """Check an annotation file and, in ``folder`` if it is not None, its images; fill ``report``.
+
+    Returns:
+        The entries of the images that are used.
+    """
     try:
         content = read_annotations(ann_file)
     except UsageError as error:
         report.errors.append(str(error))
-        return
+        report.wrong_classes = use.own_classes
+        return []
+    used = check_content(report, content, use)
+    if folder is not None:
+        check_files(report, folder, (image["file_name"] for image in used))
+        check_sizes(report, folder, used, use.loader)
+    return used
+
+
+def check_content(report: SplitReport, content: dict, use: CocoUse) -> list[dict]:
+    """Check the contents of an annotation file, fill ``report`` and return the images that are used."""
     lists = {name: content.get(name, []) for name in ("images", "annotations", "categories")}
-    wrong = [name for name, value in lists.items() if not isinstance(value, list)]
-    if wrong:
-        report.errors.append(f"{', '.join(wrong)} of {ann_file} must be lists.")
-        return
     errors, warnings = Tally(), Tally()
     categories = _categories(lists["categories"], report, errors, use)
-    images = _images(lists["images"], errors, warnings)
+    images = _images(lists["images"], errors, warnings, use)
     objects = _Objects(use, categories, images, errors, warnings)
     for annotation in lists["annotations"]:
         objects.add(annotation)
@@ -68,8 +107,7 @@ def check_coco(report: SplitReport, ann_file: str, folder: str | None, use: Coco
     report.errors += errors.sentences()
     report.warnings += warnings.sentences()
     _summarize(report, lists, images, objects, used, use)
-    if folder is not None:
-        check_files(report, folder, (images[number]["file_name"] for number in used))
+    return [images[number] for number in used]
 
 
 def _categories(entries: list, report: SplitReport, errors: Tally, use: CocoUse) -> dict[Any, str]:
@@ -89,6 +127,7 @@ def _categories(entries: list, report: SplitReport, errors: Tally, use: CocoUse)
     missing = [name for name in use.classes if name not in names.values()]
     in_file = [name for name in names.values() if name in use.classes]
     if missing:
+        report.wrong_classes = True
         cause = "which are those of the dataset's type, as it has no metainfo. " if use.own_classes else ""
         report.errors.append(
             f"{len(missing)} of {len(use.classes)} classes are no category of the annotation file: "
@@ -103,23 +142,30 @@ def _categories(entries: list, report: SplitReport, errors: Tally, use: CocoUse)
     return names
 
 
-def _images(entries: list, errors: Tally, warnings: Tally) -> dict[Any, dict]:
+def _images(entries: list, errors: Tally, warnings: Tally, use: CocoUse) -> dict[Any, dict]:
     images: dict[Any, dict] = {}
     names = set()
     for entry in entries:
         if not isinstance(entry, dict) or not _is_id(entry.get("id")):
-            errors.add("images have no id", entry)
+            errors.add("images have no id that is a whole number", entry)
             continue
         if not isinstance(entry.get("file_name"), str) or not entry["file_name"]:
             errors.add("images have no file_name", entry["id"])
             continue
-        if not all(are_numbers([entry.get(side)]) and entry[side] > 0 for side in ("height", "width")):
-            errors.add("images have no positive height and width", entry["id"])
+        sides = entry.get("height"), entry.get("width")
+        if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[1] > _LARGEST_IMAGE:
+            problem = f"images have no height and width as whole numbers (up to {_LARGEST_IMAGE:,} pixels)"
+            errors.add(problem, entry["id"])
             continue
+        if is_narrow(*sides):
+            problem = f"images have one side more than {_NARROWEST} times as long as the other, and vanish when resized"
+            (warnings if use.loader.get("skip_unreadable") else errors).add(problem, entry["id"])
         if entry["id"] in images:
             errors.add("images have the id of another one", entry["id"])
         if entry["file_name"] in names:
             warnings.add("images have the file_name of another one", entry["file_name"])
+        if os.path.isabs(entry["file_name"]) or os.path.normpath(entry["file_name"]).startswith(os.pardir):
+            warnings.add("images have a file_name that leaves the folder of the images", entry["file_name"])
         names.add(entry["file_name"])
         images[entry["id"]] = entry
     return images
@@ -148,20 +194,28 @@ class _Objects:
         if number in self._ids:
             self.errors.add("annotations have the id of another one", number)
         self._ids.add(number)
+        if self.use.by_mmdet and number < 1:
+            self.errors.add("annotations have an id below 1, which mmdet.CocoMetric counts as not found", number)
+        if self.use.by_mmdet and "iscrowd" not in annotation:
+            self.errors.add("annotations have no iscrowd, which mmdet.CocoMetric reads", number)
+        known = image is not None and self.categories.get(annotation["category_id"]) in self.classes
+        evaluated = self.use.evaluated if known else frozenset()
+        segmentation, problem, effect = annotation.get("segmentation"), "", KEPT
+        if image is not None and ("segm" in evaluated or self.use.needs_masks or segmentation):
+            problem, effect = mask_problem(segmentation, image["height"], image["width"])
         dropped = self._dropped(annotation, image)
+        if effect != KEPT and "segm" in evaluated:
+            self.errors.add(f"{problem}, and the evaluator scores masks", number)
+        elif problem and not dropped:
+            (self.errors if effect == STOPS and self.use.needs_masks else self.warnings).add(problem, number)
         if dropped:
-            self.warnings.add(f"annotations are left out: {dropped}", number)
+            what = "count in the evaluation, but would be left out in training" if evaluated else "are left out"
+            self.warnings.add(f"annotations {what}: {dropped}", number)
             return
         crowd = bool(annotation.get("iscrowd"))
-        segmentation = annotation.get("segmentation")
         self.kinds["crowd regions"] += crowd
         self.kinds["masks as run lengths"] += isinstance(segmentation, dict)
-        effect = KEPT
-        if self.use.needs_masks or segmentation:
-            problem, effect = mask_problem(segmentation, image["height"], image["width"])
-            if problem:
-                (self.errors if effect == STOPS and self.use.needs_masks else self.warnings).add(problem, number)
-        if not crowd and (effect == KEPT or not self.use.needs_masks):
+        if not crowd and (effect in (KEPT, CUT) or not self.use.needs_masks):
             self.usable.setdefault(annotation["image_id"], []).append(annotation["area"])
 
     def _form_problem(self, annotation: Any) -> str:
@@ -169,11 +223,14 @@ class _Objects:
             return "annotations are no dicts"
         for key in ("id", "image_id", "category_id"):
             if not _is_id(annotation.get(key)):
-                return f"annotations have no {key}"
+                return f"annotations have no {key} that is a whole number"
         if not are_numbers(annotation.get("bbox")) or len(annotation["bbox"]) != 4:
             return "annotations have no bbox of four finite numbers [x, y, width, height]"
         if not are_numbers([annotation.get("area")]):
             return "annotations have no area, a finite number of square pixels, which mmdet reads"
+        for key in ("iscrowd", "ignore"):
+            if type(value := annotation.get(key, 0)) not in _FLAGS or value not in (0, 1):
+                return f"annotations have another {key} than 0 or 1"
         return ""
 
     def _dropped(self, annotation: dict, image: dict | None) -> str:
@@ -249,7 +306,7 @@ def _summarize(report: SplitReport, lists: dict, images: dict, objects: _Objects
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, str)) and not isinstance(value, bool)
+    return type(value) is int and abs(value) <= _LARGEST_ID
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -270,30 +327,32 @@ def mask_problem(segmentation: Any, height: int, width: int) -> tuple[str, str]:
     """Say what is wrong with polygons or run lengths of an image of that size, and what mmdet does about it.
 
     Returns:
-        The problem, or ``""``; and :data:`STOPS`, :data:`DROPPED` or :data:`KEPT`.
+        The problem, or ``""``; and :data:`STOPS`, :data:`DROPPED`, :data:`CUT` or :data:`KEPT`.
     """
     if not segmentation:
-        return "objects have no segmentation, which the pipeline's LoadAnnotations(with_mask=True) needs", STOPS
+        return "objects have no segmentation", STOPS
     if isinstance(segmentation, list):
-        return _polygons_problem(segmentation)
+        return _polygons_problem(segmentation, 10 * max(height, width))
     if not isinstance(segmentation, Mapping):
         return "segmentations are neither a list of polygons nor a dict of run lengths", STOPS
     return _run_lengths_problem(segmentation, height, width)
 
 
-def _polygons_problem(polygons: list) -> tuple[str, str]:
+def _polygons_problem(polygons: list, reach: int) -> tuple[str, str]:
     short = flat = 0
     for polygon in polygons:
         if not are_numbers(polygon):
             return "segmentations are no list of polygons [x1, y1, x2, y2, ...] of finite numbers", STOPS
         if len(polygon) < 6 or len(polygon) % 2:
             short += 1
+        elif min(polygon) < -reach or max(polygon) > reach:
+            return "polygons reach further than ten times the size of their image", STOPS
         else:
             flat += not _has_area(polygon)
     if short == len(polygons):
         return "objects have only polygons of fewer than three corners or an odd count of numbers, so no mask", DROPPED
     if short:
-        return "objects have polygons of fewer than three corners or an odd count of numbers beside others", KEPT
+        return "objects have polygons of fewer than three corners or an odd count of numbers beside others", CUT
     return "objects have polygons without area" if flat else "", KEPT
 
 
@@ -307,8 +366,9 @@ def _has_area(polygon: list) -> bool:
 
 def _run_lengths_problem(mask: Mapping, height: int, width: int) -> tuple[str, str]:
     counts = mask.get("counts")
-    if mask.get("size") != [height, width]:
-        return "masks as run lengths have another size than [height, width] of their image", STOPS
+    size = mask.get("size")
+    if size != [height, width] or set(map(type, size)) != {int}:
+        return "masks as run lengths have another size than [height, width] of their image, in whole numbers", STOPS
     lengths = _decompressed(counts) if isinstance(counts, str) else counts
     whole = isinstance(lengths, list) and lengths and set(map(type, lengths)) <= {int} and min(lengths) >= 0
     if not whole or sum(lengths) != height * width:

@@ -2,13 +2,16 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from PIL import Image
 from terminaltables import AsciiTable
 
 _EXAMPLES = 3
 _COMPARED = 1000
+_ORIENTATION = 0x0112  # the tag of EXIF
+_UPENDED = (5, 6, 7, 8)  # its values that exchange height and width
 
 
 class Tally:
@@ -48,6 +51,7 @@ class SplitReport:
     errors: list[str] = field(default_factory=list)  # what training cannot or should not start with
     warnings: list[str] = field(default_factory=list)
     files: set[str] = field(default_factory=set)  # path of each image that is used
+    wrong_classes: bool = False  # classes are not those of the file
     open_vocabulary: bool = False  # classes are texts, for which heads have no outputs
 
 
@@ -70,6 +74,10 @@ class DatasetReport:
         return [f"{split.name}: {text}" for split in self.splits for text in split.warnings] + self.warnings
 
     def __str__(self) -> str:
+        return self.text(with_errors=True)
+
+    def text(self, with_errors: bool) -> str:
+        """Return the table, the sources, the warnings and, if asked for, the errors."""
         rows = list(dict.fromkeys(row for split in self.splits for row in split.counts))
         table = [["", *(split.name for split in self.splits)]]
         table += [[row, *(split.counts.get(row, "-") for split in self.splits)] for row in rows]
@@ -79,7 +87,7 @@ class DatasetReport:
             lines.append(
                 "n/a: without objects of that size, COCO's AP and AR for it are -1, which means not available."
             )
-        for kind, found in (("warning", self.all_warnings), ("error", self.all_errors)):
+        for kind, found in (("warning", self.all_warnings), ("error", self.all_errors if with_errors else [])):
             lines += [f"{kind}: {text}" for text in found]
         return "\n".join(lines)
 
@@ -107,6 +115,52 @@ def check_files(report: SplitReport, folder: str, names: Iterable[str]) -> None:
     report.errors += missing.sentences() + absent[:3]
     if len(absent) > 3:
         report.errors.append(f"{len(absent) - 3:,} more folders cannot be listed.")
+
+
+def check_sizes(report: SplitReport, folder: str, images: Sequence[Mapping], loader: Mapping) -> None:
+    """Compare the sizes of images with those in their annotations, of a thousand where there are more.
+
+    A camera notes how it was held (EXIF). Images are turned by it when they are read, and annotations are not.
+
+    Args:
+        report: Filled.
+        folder: Of the images.
+        images: Their entries in the annotation file.
+        loader: Settings of the transform that reads them.
+    """
+    turns = loader.get("color_type", "color") in ("color", "grayscale")
+    differ, turned, closed = Tally(), Tally(), Tally()
+    step = max(1, len(images) / _COMPARED)
+    sample = [images[int(index * step)] for index in range(min(len(images), _COMPARED))]
+    for image in sample:
+        try:
+            height, width, orientation = _read_size(os.path.join(folder, image["file_name"]), turns)
+        except FileNotFoundError:  # named already
+            continue
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            closed.add("images cannot be opened", f"{image['file_name']}: {error}")
+            continue
+        stated = (image["height"], image["width"])
+        if (height, width) != stated:
+            cause = f", turned by its EXIF orientation {orientation}" if orientation != 1 else ""
+            where = f"id {image['id']}: {width} x {height}{cause}, instead of {stated[1]} x {stated[0]}"
+            differ.add("images are of another size (width x height) than in the annotation file", where)
+        elif orientation != 1:
+            turned.add(
+                "images are mirrored or turned by their EXIF when they are read: look at their boxes", image["id"]
+            )
+    report.errors += differ.sentences()
+    report.warnings += turned.sentences() + closed.sentences()
+    report.counts["image sizes compared"] = f"{len(sample):,}"
+
+
+def _read_size(path: str, turns: bool) -> tuple[int, int, int]:
+    """Return height and width of an image as it is read, and its EXIF orientation, 1 if that does nothing."""
+    with Image.open(path) as image:
+        width, height = image.size
+        # Not the method of PNG files, which decodes them.
+        orientation = (Image.Image.getexif(image).get(_ORIENTATION) or 1) if turns else 1
+    return (width, height, orientation) if orientation in _UPENDED else (height, width, orientation)
 
 
 def check_overlap(first: SplitReport, second: SplitReport) -> list[str]:

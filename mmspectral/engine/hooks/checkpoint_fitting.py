@@ -2,9 +2,9 @@
 
 from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 
-from mmspectral.checkpoints import fit_to_model
+from mmspectral.checkpoints import fit_to_model, fit_whole
 from mmspectral.errors import UsageError
 from mmspectral.registry import HOOKS
 
@@ -35,8 +35,10 @@ class CheckpointFittingHook(Hook):
         model = runner.model
         while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
             model = model.module
+        trains = isinstance(runner._train_loop, BaseLoop)
+        fit = fit_to_model if trains else fit_whole  # in a test, random heads would be scored
         try:
-            weights, _ = fit_to_model(model, checkpoint, str(runner._load_from), self.min_matched)
+            weights, _ = fit(model, checkpoint, str(runner._load_from), self.min_matched)
         except ValueError as error:
             raise UsageError(str(error)) from error
         checkpoint["state_dict"] = weights.state_dict()

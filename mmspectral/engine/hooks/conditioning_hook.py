@@ -17,8 +17,8 @@ value that is not finite is no JSON: it is left out, and ``{name}_non_finite`` i
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from mmengine.dist import is_main_process
@@ -33,6 +33,13 @@ from mmspectral.layers import attention_layers, saturation
 from mmspectral.registry import HOOKS
 
 STATISTICS = ("spectrum", "attention", "gradient")
+# The few numbers for the console log: which scalars each sums up.
+SUMMARY = {
+    "kappa_max": ("/kappa_after", max),
+    "rank_deficient": ("/rank_deficient_after", sum),
+    "entropy_min": ("/relative_entropy", min),
+    "logit_max": ("/largest_logit", max),
+}
 
 
 @HOOKS.register_module()
@@ -114,11 +121,13 @@ class ConditioningHook(Hook):
             return
         if "attention" in self.statistics:
             self._forward_handles = [
-                layer.register_forward_pre_hook(self._attention_hook(name), with_kwargs=True)
+                layer.register_forward_pre_hook(partial(self._measure_attention, name), with_kwargs=True)
                 for name, layer in self._attentions.items()
             ]
         if "gradient" in self.statistics:
-            for optimizer in _optimizers(runner):
+            wrapper = runner.optim_wrapper
+            wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+            for optimizer in (each.optimizer for each in wrappers):
                 if optimizer not in self._step_handles:
                     self._step_handles[optimizer] = optimizer.register_step_pre_hook(self._gradient_hook)
 
@@ -182,19 +191,23 @@ class ConditioningHook(Hook):
                         self._scalars[f"{prefix}/kappa_{suffix}"] = found.kappa
         self._seconds += time.perf_counter() - start
 
-    def _attention_hook(self, name: str):
-        def measure(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-            if f"conditioning/{name}/entropy" in self._scalars:
-                return  # gradient checkpointing runs the forward pass twice
-            start = time.perf_counter()
-            with torch.no_grad(), _evaluating(layer):
+    def _measure_attention(self, name: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        if f"conditioning/{name}/entropy" in self._scalars:
+            return  # gradient checkpointing runs the forward pass twice
+        start = time.perf_counter()
+        training = {part: part.training for part in layer.modules()}
+        for part in training:
+            part.training = False  # else it changes state, such as the vectors of a power iteration
+        try:
+            with torch.no_grad():
                 tokens = args[0] if args else next(iter(kwargs.values()))
                 found = saturation(layer.attention_logits(self._part(layer, tokens)))
-            for statistic in ("entropy", "relative_entropy", "largest_logit"):
-                self._scalars[f"conditioning/{name}/{statistic}"] = getattr(found, statistic)
-            self._seconds += time.perf_counter() - start
-
-        return measure
+        finally:
+            for part, mode in training.items():
+                part.training = mode
+        for statistic in ("entropy", "relative_entropy", "largest_logit"):
+            self._scalars[f"conditioning/{name}/{statistic}"] = getattr(found, statistic)
+        self._seconds += time.perf_counter() - start
 
     def _part(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         B, N = tokens.shape[:2]
@@ -225,40 +238,7 @@ class ConditioningHook(Hook):
         flags = {f"{name}_non_finite": 1 for name in scalars.keys() - finite.keys()}
         runner.visualizer.add_scalars({**finite, **flags, "conditioning/seconds": self._seconds}, step=step)
         self._seconds = 0.0
-        for name, value in _summary(finite).items():
-            runner.message_hub.update_scalar(f"train/{name}", value)
-
-
-def _summary(scalars: dict[str, float]) -> dict[str, float]:
-    """Return the few numbers for the console log, out of those that were measured."""
-    reductions = {
-        "kappa_max": ("/kappa_after", max),
-        "rank_deficient": ("/rank_deficient_after", sum),
-        "entropy_min": ("/relative_entropy", min),
-        "logit_max": ("/largest_logit", max),
-    }
-    found = {}
-    for name, (ending, reduce) in reductions.items():
-        values = [value for key, value in scalars.items() if key.endswith(ending)]
-        if values:
-            found[name] = reduce(values)
-    return found
-
-
-def _optimizers(runner: Runner) -> list[torch.optim.Optimizer]:
-    wrapper = runner.optim_wrapper
-    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    return [each.optimizer for each in wrappers]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Keep a measurement from changing state, such as the vectors of a power iteration."""
-    training = {part: part.training for part in module.modules()}
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, mode in training.items():
-            part.training = mode
+        for name, (ending, reduce) in SUMMARY.items():
+            values = [value for key, value in finite.items() if key.endswith(ending)]
+            if values:
+                runner.message_hub.update_scalar(f"train/{name}", reduce(values))

@@ -27,16 +27,18 @@ class WindowAttention(ConditionedAttention):
             x: Windows of one image after those of another.
             mask: Added to the logits, [windows of one image, N, N], 0 or negative.
         """
-        q, k, v = self._project(x)
-        attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
-        with without_autocast(x.device):
-            x = (attn.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape)
-        return self.proj_drop(self.proj(x))
+        attended = self._attend(*self._project(x), mask)  # [W, h, N, d]
+        return self.proj_drop(self.proj(attended.transpose(1, 2).reshape(x.shape)))
 
     def attention_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention logits [W, h, N, N], with scale, bias and mask; arguments as above."""
         q, k, _ = self._project(x)
         return self._logits(q, k, mask)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        attn = self.attn_drop(self.softmax(self._logits(q, k, mask)))  # [W, h, N, N]
+        with without_autocast(v.device):
+            return attn.to(v.dtype) @ v
 
     def _logits(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         with without_autocast(q.device):
@@ -76,8 +78,15 @@ class SpectralDaViTWindowMSA(WindowAttention, DaViTWindowMSA):
     """Attention within windows, without position bias, with conditioning of q, k and v.
 
     With ``conditioning=None`` the outputs are bit-equal to mmpretrain's
-    ``DaViTWindowMSA`` in float32.
+    ``DaViTWindowMSA`` in float32. In half precision torch's fused attention, which
+    has logits in float32 without storing them, takes the place of the products.
     """
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if q.dtype.itemsize >= 4 or mask is not None:  # DaViT itself gives none
+            return super()._attend(q, k, v, mask)
+        dropout = self.attn_drop.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
 
 
 class AnySizeShiftWindowMSA(ShiftWindowMSA):

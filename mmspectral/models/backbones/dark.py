@@ -40,6 +40,10 @@ class DarkBackbone:
         """Return the names of parameters that the published recipes do not decay, and all of the kernels."""
         return super().no_weight_decay() | {name for name, _ in self.named_parameters() if ".kernel." in name}
 
+    def may_lack(self, name: str) -> bool:
+        """What softmax weights do not have."""
+        return ".kernel." in name or ".cpe." in name or super().may_lack(name)
+
     def _freeze_stages(self) -> None:
         super()._freeze_stages()
         if self.trainable == "projections":

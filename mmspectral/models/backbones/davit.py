@@ -108,6 +108,7 @@ class SpectralDaViT(StagedBackbone, DaViT):
                 padding=stem_padding,
                 norm_cfg=dict(type="LN"),
             )
+        self._count_blocks()
         last = out_indices[-1]
         del self.stages[last + 1 :]
         self.stages[last].downsample = None

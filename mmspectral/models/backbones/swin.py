@@ -83,6 +83,7 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
             **kwargs,
         )
         self.with_cp = with_cp
+        self._count_blocks()
         self._end_at_stage(out_indices[-1])
         self.probe_length = self.stages[0].blocks[0].attn.window_size ** 2
         for i, block in enumerate(block for stage in self.stages for block in stage.blocks):
@@ -138,6 +139,16 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
             if self.use_abs_pos_embed:
                 self.absolute_pos_embed.requires_grad = False
 
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        """Take the names of mmcls before September 2021, too, which mmpretrain does for its own class alone."""
+        last = self.whole_depths["stages"] - 1
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            if name.startswith(f"{prefix}norm."):
+                state_dict[f"{prefix}norm{last}.{name.removeprefix(f'{prefix}norm.')}"] = state_dict.pop(name)
+            elif name.endswith(".attn.attn_mask"):
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _prepare_relative_position_bias_table(self, state_dict: dict, prefix: str, *args) -> None:
         """Resize the bias tables of a checkpoint with another window, bicubically as Microsoft's code does.
 
@@ -146,9 +157,11 @@ class SpectralSwin(StagedBackbone, SwinTransformer):
         """
         for name, own in self.named_parameters():
             table = state_dict.get(prefix + name)
-            if not name.endswith("relative_position_bias_table") or table is None or len(table) == len(own):
+            if not name.endswith("relative_position_bias_table") or table is None or table.ndim != 2:
                 continue
-            old, new = (round(len(t) ** 0.5) for t in (table, own))
+            old, new = (round(t.shape[0] ** 0.5) for t in (table, own))
+            if old == new or old**2 != table.shape[0]:
+                continue  # load_state_dict itself reports what does not fit
             grid = table.float().t().reshape(1, -1, old, old)  # [1, h, 2 * Wh - 1, 2 * Ww - 1]
             grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
             state_dict[prefix + name] = grid.flatten(2).squeeze(0).t().to(table.dtype)

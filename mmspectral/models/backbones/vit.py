@@ -5,14 +5,20 @@ from collections.abc import Sequence
 
 from mmengine.logging import print_log
 from mmpretrain.models.backbones.vision_transformer import TransformerEncoderLayer, VisionTransformer
-from mmpretrain.models.utils import resize_pos_embed
-from torch import Tensor, nn
+from torch import nn
 
 from mmspectral.checkpoints import GRID_KEY, find_grid, fit_pos_embed
 from mmspectral.layers import Conditioning, build_conditioning
 from mmspectral.models.attention.adopt import adopt, condition_qkv
 from mmspectral.models.attention.dot_product import SpectralMultiheadAttention
-from mmspectral.models.sites import ConditionedBackbone, Recomputed, check_frozen_stages, freeze, resolve_indices
+from mmspectral.models.sites import (
+    ConditionedBackbone,
+    Recomputed,
+    check_frozen_stages,
+    freeze,
+    index_in,
+    resolve_indices,
+)
 from mmspectral.registry import MODELS
 
 TOKENS = ("cls_token", "dist_token")
@@ -81,6 +87,7 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         self.frozen_stages = frozen_stages
         self.with_cp = with_cp
         self.pretrained_grid = None if pretrained_grid is None else tuple(pretrained_grid)
+        self.whole_depths = dict(layers=self.num_layers)
         self.probe_length = min(self.num_extra_tokens + math.prod(self.patch_resolution), 1024)
         if max(self.out_indices) + 1 < self.num_layers:
             # A parameter that gets no gradient stops DistributedDataParallel.
@@ -103,12 +110,6 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
     def out_strides(self) -> list[int]:
         """Stride of each output map."""
         return [self.patch_embed.projection.stride[0]] * len(self.out_indices)
-
-    def position_embedding(self, grid: tuple[int, int]) -> Tensor:
-        """Return the position embedding [1, T + h * w, D] for a grid of h x w patches."""
-        return resize_pos_embed(
-            self.pos_embed, self.patch_resolution, grid, self.interpolate_mode, self.num_extra_tokens
-        )
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
         """Return (depth, number of depths) of a parameter, for layer-wise learning-rate decay.
@@ -157,18 +158,22 @@ class SpectralViT(ConditionedBackbone, VisionTransformer):
         stated = self.pretrained_grid or local_metadata.get(GRID_KEY)
         tokens = sum(f"{prefix}{token}" in state_dict for token in TOKENS)
         own_grid = tuple(self.patch_resolution)
-        grid = find_grid(loaded.shape[1], stated and tuple(stated), own_grid, tokens)
-        state_dict[name] = fit_pos_embed(loaded, grid, self.pos_embed, own_grid, self.interpolate_mode)
+        grid = find_grid(loaded.shape[1], stated, own_grid, tokens)
+        state_dict[name] = fit_pos_embed(loaded, grid, self.pos_embed, own_grid, self.interpolate_mode, tokens)
         if state_dict[name] is not loaded:
             sizes = f"{tuple(loaded.shape)} on grid {grid} to {tuple(self.pos_embed.shape)} on grid {own_grid}"
             print_log(f"{name} of the checkpoint fitted from {sizes}.", "current")
 
     def is_cut(self, name: str) -> bool:
         head, _, rest = name.partition(".")
-        later = head == "layers" and int(rest.partition(".")[0]) >= len(self.layers)
+        later = head == "layers" and len(self.layers) <= index_in(rest) < self.whole_depths["layers"]
         return (
             later or (head in TOKENS and getattr(self, head, None) is None) or (head == "ln1" and not self.final_norm)
         )
+
+    def may_lack(self, name: str) -> bool:
+        """The distillation token, for weights of the plain form."""
+        return name == "dist_token"
 
 
 class RecomputedEncoderLayer(Recomputed, TransformerEncoderLayer):

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 
 import torch
+from mmengine.model import BaseModule
+from mmengine.model.weight_init import trunc_normal_
 from mmpretrain.models.backbones.xcit import ClassAttentionBlock, XCABlock, XCiT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,6 +18,7 @@ from mmspectral.models.sites import (
     Recomputed,
     check_frozen_stages,
     freeze,
+    index_in,
     resolve_indices,
     usable_norm_cfg,
 )
@@ -58,10 +61,10 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             attention is dot-product attention, which lambda = 10 makes one-hot.
         out_type: As in mmpretrain: ``"cls_token"``, ``"featmap"``,
             ``"avg_featmap"`` or ``"raw"``.
-        out_indices: Blocks whose outputs are returned. Default: the last block
-            for ``"cls_token"``, else the four blocks of the official detection
-            code (3, 5, 7, 11 of 12; 7, 11, 15, 23 of 24), or the last one for
-            other depths.
+        out_indices: Blocks whose outputs are returned. Default: the last block,
+            as in mmpretrain, but for ``"featmap"`` the four blocks of the official
+            detection code (3, 5, 7, 11 of 12; 7, 11, 15, 23 of 24), or the last one
+            before class attention for other depths.
         frozen_stages: n freezes the stem and blocks 0 to n - 1, class-attention
             blocks last, and the final norm with the last one; -1 freezes nothing.
         norm_eval: Whether batch norms stay in eval mode during training.
@@ -97,8 +100,9 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
     ) -> None:
         conditioning = build_conditioning(conditioning)
         class_attention_conditioning = build_conditioning(class_attention_conditioning)
-        kwargs = _arch_settings(arch, patch_size, kwargs)
+        kwargs = _arch_settings(arch, kwargs)
         depth = kwargs["depth"]
+        whole_depths = dict(xca_layers=depth, ca_layers=kwargs.get("cls_attn_layers", 2))
         out_indices = _resolve_indices(out_indices, out_type, depth, kwargs.get("cls_attn_layers", 2))
         self.dense = out_type != "cls_token" and max(out_indices) < depth
         if self.dense:
@@ -113,6 +117,7 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             init_cfg=init_cfg or self.scratch_init_cfg,
             **kwargs,
         )
+        self.whole_depths = whole_depths
         self.patch_size = patch_size
         self.norm_eval = norm_eval
         self.with_cp = with_cp
@@ -171,6 +176,10 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
             return len(self.xca_layers) + int(rest.split(".")[0]) + 1, num_depths
         return num_depths - 1, num_depths
 
+    def _init_from_scratch(self) -> None:
+        BaseModule.init_weights(self)  # mmpretrain's expects no list
+        trunc_normal_(self.cls_token, std=0.02)
+
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters that the official code does not decay."""
         return {"cls_token"} & {name for name, _ in self.named_parameters(recurse=False)}
@@ -199,8 +208,10 @@ class SpectralXCiT(ConditionedBackbone, XCiT):
         if not self.dense:
             return False
         head, _, rest = name.partition(".")
-        later = head == "xca_layers" and int(rest.partition(".")[0]) >= len(self.xca_layers)
-        return later or head in ("cls_token", "ca_layers", "norm")
+        if head in self.whole_depths:
+            first = len(self.xca_layers) if head == "xca_layers" else 0
+            return first <= index_in(rest) < self.whole_depths[head]
+        return head in ("cls_token", "norm")
 
 
 class RecomputedXCABlock(Recomputed, XCABlock):
@@ -216,12 +227,12 @@ def _in_dtype_of_weight(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tenso
     return (inputs[0].to(module.conv.weight.dtype),)
 
 
-def _arch_settings(arch: str | dict, patch_size: int, kwargs: dict) -> dict:
+def _arch_settings(arch: str | dict, kwargs: dict) -> dict:
     if isinstance(arch, dict):
         settings = dict(arch)
     elif arch in ARCHITECTURES:
-        # Only nano-12 with patch 16 normalises the class token alone (official weights; timm PR 747).
-        settings = dict(ARCHITECTURES[arch], tokens_norm=not (arch == "nano-12" and patch_size == 16))
+        # Only nano-12 normalises the class token alone (the authors' code; timm and mmpretrain's configs, too).
+        settings = dict(ARCHITECTURES[arch], tokens_norm=arch != "nano-12")
     else:
         raise ValueError(f"unknown XCiT arch {arch!r}; choose {', '.join(ARCHITECTURES)} or give a dict.")
     settings.update(kwargs)
@@ -231,8 +242,5 @@ def _arch_settings(arch: str | dict, patch_size: int, kwargs: dict) -> dict:
 
 def _resolve_indices(indices: int | Sequence[int] | None, out_type: str, depth: int, class_blocks: int) -> list[int]:
     if indices is None:
-        if out_type == "cls_token":
-            indices = [-1]
-        else:
-            indices = {12: (3, 5, 7, 11), 24: (7, 11, 15, 23)}.get(depth, (depth - 1,))
+        indices = {12: (3, 5, 7, 11), 24: (7, 11, 15, 23)}.get(depth, (depth - 1,)) if out_type == "featmap" else [-1]
     return resolve_indices(indices, depth + class_blocks, "block", f", the last {class_blocks} of them class attention")

@@ -14,9 +14,17 @@ from mmspectral.ops.random_features.features import (
     sharp_proposal,
     theorem_3_2_proposal,
 )
-from mmspectral.ops.random_features.op import FeatureState, attend, kernel_logits, linear_attention, summarise_keys
+from mmspectral.ops.random_features.op import (
+    PLAIN_OPERATORS,
+    FeatureState,
+    attend,
+    kernel_logits,
+    linear_attention,
+    summarise_keys,
+)
 
 __all__ = [
+    "PLAIN_OPERATORS",
     "FeatureState",
     "Features",
     "Proposal",

@@ -1,57 +1,81 @@
-r"""Causal attention over random features: a scan over chunks, and halving inside a chunk.
+r"""Causal attention over random features: chunks at once, joined by the states of earlier and of later ones.
 
-Query i sees the keys n <= i. Keys before its chunk come as a state, which is
-the non-causal case. Inside a chunk one maximum per feature would have to be
-taken over keys that some queries may not see, and where such a key is far
-larger than all that a query does see, every term of that query underflows.
-So the chunk is halved: the queries of the second half see all keys of the
-first, which is the non-causal case again; the halves are halved in turn, down
-to each query with its own key. Results are merged by their log-normalisers
+Query i sees the keys n <= i. With b_j at least the largest kappa_nj that chunk
+and state hold, the weight of a key is a product of two exponentials,
 
-    L_i = log sum_{n <= i} sum_j exp(tau_ij + kappa_nj).
+    exp(tau_ij + kappa_nj) = exp(tau_ij + b_j) exp(kappa_nj - b_j),
 
-The backward pass gets every weight from L_i alone. Going forward over the
-chunks it carries the state of earlier keys for the gradient of the queries;
-going back, the sums over later queries, relative to the largest
-tau_ij - L_i of each feature, for that of the keys: kappa_nj + tau_ij <= L_i
-for every later query, so these exponentials too are at most 1.
+so that a chunk takes three matrix products. Its one maximum per feature counts
+keys that some queries may not see, and where those are far larger than all
+that a query does see, every term of the query underflows. So this is done where
+the logits of each feature keep within ``safe_range``; elsewhere chunks are short
+and each pair gets a logarithm of its own, log sum_j exp(tau_ij + kappa_nj).
 
-Shape legend: G = B * H * g (image, query head) pairs, N tokens, C tokens of a
-chunk (a power of 2, the last padded with keys that are not seen), P = C / 2s
-pairs of blocks of s tokens; d, e channels of keys and values, m features.
+The backward pass gets every weight from the log-normalisers
+L_i = log sum_{n <= i} sum_j exp(tau_ij + kappa_nj) alone. Going forward it needs
+the states of earlier keys for the gradient of the queries; going back, the sums
+over later queries, relative to the largest tau_ij - L_i of each feature, for that
+of the keys: kappa_nj + tau_ij <= L_i for every later query, so these exponentials
+are at most 1.
+
+Shape legend: G = B * H * g (image, query head) pairs, N tokens, S chunks of C
+tokens (padded with keys that are not seen); d, e channels of keys and values,
+m features.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmspectral.ops.random_features.chunked import KeyMap, finite, group_chunk, mask_chunk, merge_state, normalise
+from mmspectral.ops.random_features.chunked import KeyMap, chunks, finite, group_chunk, mask_chunk, normalise
 
-CHUNK = 128
+CHUNK, SHORT_CHUNK = 128, 16
+MAX_CHUNKS = 32  # at once: the states of S chunks are found by products with [S, S] weights
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, out: Tensor) -> Tensor:
-    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1]."""
+def safe_range(dtype: torch.dtype) -> float:
+    """Return how far logits may lie apart: what underflows beside the largest is then below the rounding of a sum."""
+    info = torch.finfo(dtype)
+    return -math.log(info.tiny) + math.log(info.eps) - 2 * math.log(CHUNK)
+
+
+def chunk_size(length: int) -> int:
+    """Return C, a power of 2, for a sequence of some tokens."""
+    return min(CHUNK, 1 << (length - 1).bit_length())
+
+
+def spans(start: int, stop: int, size: int, groups: int, rows: int, device: torch.device) -> Iterator[slice]:
+    """Yield the tokens of the chunks of some size that are computed at once, in order; ``rows`` are kept per token."""
+    for tokens in chunks(stop - start, groups, rows, device, size, MAX_CHUNKS):
+        yield slice(start + tokens.start, start + tokens.stop)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: KeyMap,
+    mask: Tensor | None,
+    out: Tensor,
+    start: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the attention into out [B, H, g, N, e] and return the log-normalisers L [G, N, 1].
+
+    ``start`` is the state of keys before all others, lse [B * H, m, 1] and mean [B * H, m, e].
+    """
     scan = _Scan(q, k, v, keys, mask)
-    lse, mean = scan.full(keys.num_features, 1, value=-torch.inf), scan.full(keys.num_features, v.shape[-1])
     normaliser = scan.full(q.shape[3], 1)
-    for tokens in scan.chunks():
-        tau, kappa, values = scan.queries(tokens), scan.keys(tokens)[0], scan.padded(v, tokens)
-        weights, L = normalise(tau + lse.mT, -1, hidden=True)
-        L, result = merge_state(L, weights @ mean, (tau + kappa).logsumexp(-1, keepdim=True), values)  # [G, C, .]
-        for s in scan.block_sizes():
-            (x, y), (t, L2, result2) = _halves(s, kappa, values)[0], _halves(s, tau, L, result)[1]
-            of_key, block_lse = normalise(x, -2, hidden=True)  # of each feature over the first block [G, P, s or 1, m]
-            of_query, block_L = normalise(t + block_lse, -1, hidden=True)
-            merged_L, merged = merge_state(L2, result2, block_L, (of_query @ of_key.mT) @ y)
-            L2.copy_(merged_L)
-            result2.copy_(merged)
-        normaliser[:, tokens] = scan.cropped(L, tokens)
-        out[..., tokens, :] = scan.cropped(result, tokens).view(*out.shape[:3], -1, out.shape[-1])
-        weights, new_lse = normalise(kappa.mT, -1, hidden=True)
-        lse, mean = merge_state(lse, mean, new_lse, weights @ values)
+    state = scan.first_state(start)
+    for part in scan.parts():
+        tau, kappa, values = scan.queries(part), scan.key_logits(part), scan.padded(v, part)
+        lse, mean, state = _earlier(kappa, values, state)
+        result, L = (_attend_pairwise if part.pairwise else _attend)(tau, kappa, values, lse, mean)
+        normaliser[:, part.tokens] = scan.flat(L, part)
+        out[..., part.tokens, :] = scan.flat(result, part).view(*out.shape[:3], -1, out.shape[-1])
     return normaliser
 
 
@@ -64,132 +88,245 @@ def backward(
     out: Tensor,
     normaliser: Tensor,
     grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v in the dtype of the features; ``keys`` adds up those of rows and weights."""
+    start: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return the gradients of q, k, v and the state before, in the dtype of the features.
+
+    ``keys`` adds up those of rows and weights.
+    """
     scan = _Scan(q, k, v, keys, mask)
     normaliser = normaliser.masked_fill(normaliser == -torch.inf, torch.inf)  # weights 0 where no key is seen
     grad_q, grad_k, grad_v = (t.new_zeros(t.shape, dtype=scan.dtype) for t in (q, k, v))
 
-    def of_rows(tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return L, the gradient and its mean over what each query sees [G, C, .]."""
-        g, o = scan.padded(grad, tokens), scan.padded(out, tokens)
-        return scan.pad(normaliser[:, tokens], torch.inf), g, (g * o).sum(-1, keepdim=True)
-
-    lse, mean = scan.full(keys.num_features, 1, value=-torch.inf), scan.full(keys.num_features, v.shape[-1])
-    for tokens in scan.chunks():  # forward: what queries receive from earlier keys, and all within the chunk
-        tau, (kappa, k_chunk, scaled), values = scan.queries(tokens), scan.keys(tokens), scan.padded(v, tokens)
-        L, g, average = of_rows(tokens)
-        grad_tau = (tau + lse.mT - L).exp() * (g @ mean.mT - average)
-        own = (tau + kappa - L).exp()
-        grad_kappa = own * ((g * values).sum(-1, keepdim=True) - average)
-        grad_tau += grad_kappa
-        grad_values = own.sum(-1, keepdim=True) * g
-        for s in scan.block_sizes():
-            x, y, grad_x, grad_y = _halves(s, kappa, values, grad_kappa, grad_values)[0]
-            t, L2, g2, average2, grad_t = _halves(s, tau, L, g, average, grad_tau)[1]
-            of_key, block_lse = normalise(x, -2, hidden=True)
-            of_query = (t + block_lse - L2).exp()  # times of_key: the weight
-            grad_pairs = g2 @ y.mT - average2  # [G, P, s, s]
-            grad_t += of_query * (grad_pairs @ of_key)
-            grad_x += of_key * (grad_pairs.mT @ of_query)
-            grad_y += (of_query @ of_key.mT).mT @ g2
-        grad_q[..., tokens, :] = scan.query_backward(grad_tau, tokens)
-        scan.add_key_gradients(grad_kappa, grad_values, k_chunk, scaled, tokens, grad_k, grad_v)
-        weights, new_lse = normalise(kappa.mT, -1, hidden=True)
-        lse, mean = merge_state(lse, mean, new_lse, weights @ values)
+    starts, state, last = [], scan.first_state(start), None
+    for part in scan.parts():
+        if last is not None:
+            *_, state = _earlier(scan.key_logits(last), scan.padded(v, last), state)
+        starts.append((part.tokens, part.pairwise, state))
+        last = part
 
     largest = scan.full(1, keys.num_features, value=-torch.inf)  # of tau_ij - L_i over later queries
-    gradient, average_gradient = scan.full(keys.num_features, v.shape[-1]), scan.full(keys.num_features, 1)
-    for tokens in reversed(scan.chunks()):  # backward: what keys receive from later queries
-        (kappa, k_chunk, scaled), values = scan.keys(tokens), scan.padded(v, tokens)
-        weights = (kappa + largest).exp()
-        grad_kappa = weights * (values @ gradient.mT - average_gradient.mT)
-        scan.add_key_gradients(grad_kappa, weights @ gradient, k_chunk, scaled, tokens, grad_k, grad_v)
-        L, g, average = of_rows(tokens)
-        logits = scan.queries(tokens) - L
-        previous, largest = largest, torch.maximum(largest, logits.amax(-2, keepdim=True))
-        decay, weights = ((x - finite(largest)).exp().mT for x in (previous, logits))
-        gradient = gradient * decay + weights @ g
-        average_gradient = average_gradient * decay + weights @ average
-    return grad_q, grad_k, grad_v
+    sums = scan.full(keys.num_features, v.shape[-1] + 1)  # of their gradients, and of the means of these
+    for tokens, pairwise, state in reversed(starts):
+        part = last if tokens == last.tokens else scan.part(tokens, pairwise)
+        tau, kappa, values = scan.queries(part), scan.key_logits(part), scan.padded(v, part)
+        L, g = scan.in_chunks(normaliser[:, tokens], part, torch.inf), scan.padded(grad, part)
+        average = (g * scan.padded(out, part)).sum(-1, keepdim=True)  # of what each query receives
+        lse, mean, _ = _earlier(kappa, values, state)
+        attend_backward = _attend_pairwise_backward if pairwise else _attend_backward
+        grad_tau, grad_kappa, grad_values = attend_backward(tau, kappa, values, lse, mean, L, g, average)
+        grad_q[..., tokens, :] = scan.query_backward(grad_tau, part)
+        later, later_sums, (largest, sums) = _later(tau.sub_(L), torch.cat([g, average], -1), largest, sums)
+        weights = (kappa + later).exp_()
+        gradient, average = later_sums[..., :-1], later_sums[..., -1:]
+        grad_kappa.addcmul_(weights, (values @ gradient.mT).sub_(average.mT))
+        grad_values += weights @ gradient
+        grad_k[:, :, tokens], grad_v[:, :, tokens] = scan.key_backward(grad_kappa, grad_values, part)
+    lse, mean = scan.first_state(start)
+    weight, average_gradient = (lse.mT + largest).exp().mT, sums[..., -1:]  # [G, m, 1]
+    of_start = weight * ((mean * sums[..., :-1]).sum(-1, keepdim=True) - average_gradient), weight * sums[..., :-1]
+    return grad_q, grad_k, grad_v, tuple(t.unflatten(0, (-1, scan.group)).sum(1) for t in of_start)
 
 
-def _halves(s: int, *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of the first and of the second halves [G, P, s, .] of blocks of 2s tokens of each [G, C, .]."""
-    blocks = [t.view(t.shape[0], -1, 2, s, t.shape[-1]) for t in tensors]
-    return [t[:, :, 0] for t in blocks], [t[:, :, 1] for t in blocks]
+def _factors(tau: Tensor, kappa: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tau + b, exp(kappa - b) and the weight exp(lse - b) of the state [G, S, m, 1]."""
+    b = finite(torch.maximum(lse.mT, kappa.amax(-2, keepdim=True)))  # [G, S, 1, m]
+    return tau + b, (kappa - b).exp_(), (lse - b.mT).exp_()
+
+
+def _attend(tau: Tensor, kappa: Tensor, values: Tensor, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention [G, S, C, e] and L [G, S, C, 1]."""
+    tau, of_key, of_state = _factors(tau, kappa, lse)
+    largest = tau.amax(-1, keepdim=True)
+    of_query = (tau - largest).exp_()
+    weights = (of_query @ of_key.mT).tril_()  # [G, S, C, C]
+    total = weights.sum(-1, keepdim=True) + of_query @ of_state
+    result = (weights @ values + of_query @ (of_state * mean)) / total.masked_fill(total == 0, 1.0)
+    return result, largest + total.log()
+
+
+def _attend_backward(
+    tau: Tensor, kappa: Tensor, values: Tensor, lse: Tensor, mean: Tensor, L: Tensor, g: Tensor, average: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of tau and, from queries of the same chunk, of kappa and values."""
+    tau, of_key, of_state = _factors(tau, kappa, lse)
+    of_query = (tau - L).exp_()  # times of_key: the weight
+    weights = (of_query @ of_key.mT).tril_()
+    grad_pairs = (g @ values.mT).sub_(average).tril_()
+    grad_tau = of_query * (grad_pairs @ of_key + of_state.mT * (g @ mean.mT - average))
+    return grad_tau, of_key * (grad_pairs.mT @ of_query), weights.mT @ g
+
+
+def _attend_pairwise(tau: Tensor, kappa: Tensor, values: Tensor, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`_attend`, for logits in any range."""
+    of_state, state_L = normalise(tau + lse.mT, -1, hidden=True)
+    pairs = (tau[..., None, :] + kappa[..., None, :, :]).logsumexp(-1)  # [G, S, C, C]
+    pairs = pairs.masked_fill(_hidden(pairs), -torch.inf)
+    weights, L = normalise(torch.cat([state_L, pairs], -1), -1, hidden=True)
+    return weights[..., :1] * (of_state @ mean) + weights[..., 1:] @ values, L
+
+
+def _attend_pairwise_backward(
+    tau: Tensor, kappa: Tensor, values: Tensor, lse: Tensor, mean: Tensor, L: Tensor, g: Tensor, average: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_attend_backward`, for logits in any range."""
+    logits = tau[..., None, :] + kappa[..., None, :, :] - L[..., None]  # [G, S, C, C, m]
+    weights = logits.masked_fill_(_hidden(logits[..., 0])[..., None], -torch.inf).exp_()
+    grad_pairs = g @ values.mT - average
+    of_pairs = weights * grad_pairs[..., None]
+    grad_tau = of_pairs.sum(-2) + (tau + lse.mT - L).exp() * (g @ mean.mT - average)
+    return grad_tau, of_pairs.sum(-3), weights.sum(-1).mT @ g
+
+
+def _hidden(pairs: Tensor) -> Tensor:
+    """Return which keys come after which queries [C, C]."""
+    return torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).triu(1)
+
+
+def _earlier(
+    kappa: Tensor, values: Tensor, state: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return lse [G, S, m, 1] and mean [G, S, m, e] of all keys before each chunk, and the state after the last.
+
+    Args:
+        kappa: [G, S, C, m].
+        values: [G, S, C, e].
+        state: lse [G, m, 1] and mean [G, m, e] of the keys before.
+    """
+    weights, lse = normalise(kappa.mT, -1, hidden=True)
+    lse = torch.cat([state[0][:, None], lse], 1)[..., 0].mT[:, :, None]  # [G, m, 1, S + 1]
+    mean = torch.cat([state[1][:, None], weights @ values], 1).transpose(1, 2)  # [G, m, S + 1, e]
+    size = lse.shape[-1]
+    seen = lse.expand(-1, -1, size, -1).masked_fill(_hidden(lse.expand(-1, -1, size, -1)), -torch.inf)
+    share, lse = normalise(seen, -1, hidden=True)
+    lse, mean = lse.transpose(1, 2), (share @ mean).transpose(1, 2)
+    return lse[:, :-1], mean[:, :-1], (lse[:, -1], mean[:, -1])
+
+
+def _later(
+    logits: Tensor, sums: Tensor, largest: Tensor, later_sums: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return what :func:`_earlier` does, of the queries after each chunk and in terms of largest and sums.
+
+    Args:
+        logits: tau - L [G, S, C, m].
+        sums: What is summed [G, S, C, e + 1].
+        largest: Of the logits of the queries after all [G, 1, m].
+        later_sums: Of them, relative to ``largest`` [G, m, e + 1].
+    """
+    own = logits.amax(-2, keepdim=True)  # [G, S, 1, m]
+    own_sums = (logits - finite(own)).exp_().mT @ sums
+    own = torch.cat([own, largest[:, None]], 1)[:, :, 0].mT[:, :, None]  # [G, m, 1, S + 1]
+    own_sums = torch.cat([own_sums, later_sums[:, None]], 1).transpose(1, 2)  # [G, m, S + 1, e + 1]
+    size = own.shape[-1]
+    seen = own.expand(-1, -1, size, -1).masked_fill(_hidden(own.expand(-1, -1, size, -1)).mT, -torch.inf)
+    largest = seen.amax(-1, keepdim=True)
+    sums = ((seen - finite(largest)).exp_() @ own_sums).transpose(1, 2)
+    largest = largest.transpose(1, 2).mT  # [G, S + 1, 1, m]
+    return largest[:, 1:], sums[:, 1:], (largest[:, 0], sums[:, 0])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Neighbouring chunks that are computed at once.
+
+    Args:
+        tokens: Which.
+        pairwise: Whether each pair needs a logarithm of its own.
+        size: C.
+        kappa: [B * H, n, m].
+        k: [B * H, n, d], shifted.
+        scaled: What :meth:`KeyMap.backward` needs.
+    """
+
+    tokens: slice
+    pairwise: bool
+    size: int
+    kappa: Tensor
+    k: Tensor
+    scaled: Tensor
 
 
 class _Scan:
-    """Chunks of queries and keys, padded to a power of 2 tokens, every query head with keys of its own."""
+    """Chunks of queries and keys, padded, every query head with keys of its own."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> None:
         self.q, self.k, self.v, self.key_map, self.mask = q, k, v, keys, mask
         self.heads, self.group, self.length = q.shape[1:4]
-        self.dtype = keys.dtype
-        self.size = min(CHUNK, 1 << (self.length - 1).bit_length())  # C
+        self.groups, self.features, self.dtype = len(keys.rows) * self.group, keys.num_features, keys.dtype
 
-    def chunks(self) -> Sequence[slice]:
-        """Return the chunks in order."""
-        starts = range(0, self.length, self.size)
-        return [slice(start, min(start + self.size, self.length)) for start in starts]
+    def parts(self) -> Iterator[_Part]:
+        """Yield all tokens in order."""
+        device = self.q.device
+        for tokens in spans(0, self.length, chunk_size(self.length), self.groups, self.features, device):
+            part = self.part(tokens, pairwise=False)
+            if self._is_safe(part.kappa):
+                yield part
+            else:
+                pairs = SHORT_CHUNK * self.features
+                for piece in spans(tokens.start, tokens.stop, SHORT_CHUNK, self.groups, pairs, device):
+                    yield self.part(piece, pairwise=True)
 
-    def block_sizes(self) -> Iterator[int]:
-        """Yield s = 1, 2, 4 .. C / 2."""
-        return (1 << i for i in range(self.size.bit_length() - 1))
+    def part(self, tokens: slice, pairwise: bool) -> _Part:
+        """Compute the logits of some keys."""
+        k = self.key_map.shifted(group_chunk(self.k, tokens, self.dtype))
+        kappa, scaled = self.key_map.logits(k, mask_chunk(self.mask, self.heads, tokens), by_token=True)
+        return _Part(tokens, pairwise, SHORT_CHUNK if pairwise else chunk_size(self.length), kappa, k, scaled)
 
     def full(self, *shape: int, value: float = 0.0) -> Tensor:
         """Return a tensor [G, *shape]."""
-        return self.key_map.rows.new_full((len(self.key_map.rows) * self.group, *shape), value)
+        return self.key_map.rows.new_full((self.groups, *shape), value)
 
-    def pad(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Return x [G, n, .] as [G, C, .]."""
-        return F.pad(x, (0, 0, 0, self.size - x.shape[1]), value=value)
+    def first_state(self, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return lse [G, m, 1] and mean [G, m, e] of the keys before all others."""
+        if start is None:
+            return self.full(self.features, 1, value=-torch.inf), self.full(self.features, self.v.shape[-1])
+        return tuple(map(self.per_query_head, start))
 
-    def cropped(self, x: Tensor, tokens: slice) -> Tensor:
-        """Return x [G, C, .] without padding [G, n, .]."""
-        return x[:, : tokens.stop - tokens.start]
+    def in_chunks(self, x: Tensor, part: _Part, value: float = 0.0) -> Tensor:
+        """Return x [G, n, .] as [G, S, C, .]."""
+        missing = -x.shape[1] % part.size
+        return (F.pad(x, (0, 0, 0, missing), value=value) if missing else x).unflatten(1, (-1, part.size))
+
+    def flat(self, x: Tensor, part: _Part) -> Tensor:
+        """Return x [G, S, C, .] without padding [G, n, .]."""
+        return x.flatten(1, 2)[:, : part.tokens.stop - part.tokens.start]
 
     def per_query_head(self, x: Tensor) -> Tensor:
         """Return x [B * H, ...] as [G, ...]."""
         return x.repeat_interleave(self.group, 0) if self.group > 1 else x
 
-    def padded(self, x: Tensor, tokens: slice) -> Tensor:
-        """Return a chunk of x, [B, H, g, N, .] or of keys [B, H, N, .], as [G, C, .]."""
-        chunk = x[..., tokens, :].to(self.dtype)
-        chunk = chunk.reshape(-1, *chunk.shape[-2:])
-        return self.pad(chunk if x.dim() == 5 else self.per_query_head(chunk))
+    def padded(self, x: Tensor, part: _Part) -> Tensor:
+        """Return the part of x, [B, H, g, N, .] or of keys [B, H, N, .], as [G, S, C, .]."""
+        tokens = x[..., part.tokens, :].to(self.dtype)
+        tokens = tokens.reshape(-1, *tokens.shape[-2:])
+        return self.in_chunks(tokens if x.dim() == 5 else self.per_query_head(tokens), part)
 
-    def queries(self, tokens: slice) -> Tensor:
-        """Return tau [G, C, m]."""
-        return self.padded(self.q, tokens) @ self.per_query_head(self.key_map.feature_rows).mT
+    def queries(self, part: _Part) -> Tensor:
+        """Return tau [G, S, C, m]."""
+        q = group_chunk(self.q, part.tokens, self.dtype)  # [B * H, g * n, d]
+        tau = q @ self.key_map.feature_rows.mT
+        return self.in_chunks(tau.view(self.groups, -1, self.features), part)
 
-    def keys(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return kappa [G, C, m], -inf in the padding, and what :meth:`KeyMap.backward` needs."""
-        k = self.key_map.shifted(group_chunk(self.k, tokens, self.dtype))
-        kappa, scaled = self.key_map.logits(k, mask_chunk(self.mask, self.heads, tokens))
-        return self.pad(self.per_query_head(kappa).mT, -torch.inf).contiguous(), k, scaled
+    def key_logits(self, part: _Part) -> Tensor:
+        """Return kappa [G, S, C, m], -inf in the padding."""
+        return self.in_chunks(self.per_query_head(part.kappa), part, -torch.inf)
 
-    def query_backward(self, grad_tau: Tensor, tokens: slice) -> Tensor:
-        """Return the gradient of a chunk of queries [B, H, g, n, d] from that of tau [G, C, m]."""
-        grad_tau = self.cropped(grad_tau, tokens).reshape(len(self.key_map.rows), -1, grad_tau.shape[-1])
-        grad = self.key_map.query_backward(grad_tau, group_chunk(self.q, tokens, self.dtype))
+    def query_backward(self, grad_tau: Tensor, part: _Part) -> Tensor:
+        """Return the gradient of the queries [B, H, g, n, d] from that of tau [G, S, C, m]."""
+        grad_tau = self.flat(grad_tau, part).reshape(len(self.key_map.rows), -1, self.features)
+        grad = self.key_map.query_backward(grad_tau, group_chunk(self.q, part.tokens, self.dtype))
         return grad.view(*self.q.shape[:3], -1, self.q.shape[-1])
 
-    def add_key_gradients(
-        self,
-        grad_kappa: Tensor,
-        grad_values: Tensor,
-        k: Tensor,
-        scaled: Tensor,
-        tokens: slice,
-        grad_k: Tensor,
-        grad_v: Tensor,
-    ) -> None:
-        """Add the gradients of a chunk's logits and values [G, C, .] to those of k and v."""
-        grad_kappa, grad_values = (
-            self.cropped(t, tokens).unflatten(0, (-1, self.group)).sum(1) for t in (grad_kappa, grad_values)
-        )  # [B * H, n, .]
-        grad = self.key_map.backward(grad_kappa.mT.contiguous(), k, scaled)
-        grad_k[:, :, tokens] += grad.view_as(grad_k[:, :, tokens])
-        grad_v[:, :, tokens] += grad_values.view_as(grad_v[:, :, tokens])
+    def key_backward(self, grad_kappa: Tensor, grad_values: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+        """Return the gradients of keys and values [B, H, n, .] from those of logits and values [G, S, C, .]."""
+        grad_kappa, grad_values = (self.flat(t, part) for t in (grad_kappa, grad_values))
+        if self.group > 1:
+            grad_kappa, grad_values = (t.unflatten(0, (-1, self.group)).sum(1) for t in (grad_kappa, grad_values))
+        grad = self.key_map.backward(grad_kappa, part.k, part.scaled, by_token=True)
+        return grad.unflatten(0, (-1, self.heads)), grad_values.unflatten(0, (-1, self.heads))
+
+    def _is_safe(self, kappa: Tensor) -> bool:
+        smallest = kappa if self.mask is None else kappa.masked_fill(kappa == -torch.inf, torch.inf)
+        apart = kappa.amax(1) - smallest.amin(1)  # -inf where no key is seen
+        return bool((apart <= safe_range(self.dtype)).all())

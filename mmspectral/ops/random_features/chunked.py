@@ -45,10 +45,17 @@ def float32_island(device: torch.device) -> Iterator[None]:
             setting.fp32_precision = precision
 
 
-def chunks(length: int, groups: int, rows: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of at most as many tokens as keep [groups, n, rows] in float32 within a budget."""
+def chunks(
+    length: int, groups: int, rows: int, device: torch.device, multiple: int | None = None, most: int | None = None
+) -> Iterator[slice]:
+    """Yield slices of at most as many tokens as keep [groups, n, rows] in float32 within a budget.
+
+    With ``multiple`` they are that number of tokens at least, and times a whole
+    number up to ``most``.
+    """
     budget = CPU_CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
-    size = max(MIN_CHUNK, budget // (4 * groups * rows))
+    size = budget // (4 * groups * rows)
+    size = max(MIN_CHUNK, size) if multiple is None else min(max(1, size // multiple), most) * multiple
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
@@ -78,17 +85,23 @@ class KeyMap:
         """Return k - c; k [G, n, d]."""
         return k if self.shift is None else k - self.shift
 
-    def logits(self, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n]."""
-        y = self.rows @ k.mT  # [G, R, n]
-        first = y[:, : self.rank]
-        scaled = first * self.norm_weight if self.offset == 0 else first
-        half_norm = (first * scaled).sum(1, keepdim=True).mul_(0.5)
-        kappa = y[:, self.offset :].sub_(half_norm)
+    def logits(self, k: Tensor, mask: Tensor | None, by_token: bool = False) -> tuple[Tensor, Tensor]:
+        """Return kappa [G, m, n] and the gradient of |M k|^2 / 2 by the first rows [G, r, n].
+
+        With ``by_token`` both, and what is in memory, are transposed: [G, n, m] and
+        [G, n, r]; the mask is [G, 1, n] in either case.
+        """
+        y = k @ self.rows.mT if by_token else self.rows @ k.mT  # [G, n, R] or [G, R, n]
+        turned = (lambda t: t.mT) if by_token else (lambda t: t)
+        features = -1 if by_token else 1
+        first = y.narrow(features, 0, self.rank)
+        scaled = first * turned(self.norm_weight) if self.offset == 0 else first
+        half_norm = (first * scaled).sum(features, keepdim=True).mul_(0.5)
+        kappa = y.narrow(features, self.offset, self.num_features).sub_(half_norm)
         if self.weighted:
-            kappa.add_(self.log_weight)
+            kappa.add_(turned(self.log_weight))
         if mask is not None:
-            kappa.masked_fill_(~mask, -torch.inf)
+            kappa.masked_fill_(turned(~mask), -torch.inf)
         return kappa, scaled
 
     def start_gradients(self) -> None:
@@ -96,19 +109,21 @@ class KeyMap:
         self.grad_rows = torch.zeros_like(self.rows)
         self.grad_log_weight = torch.zeros_like(self.log_weight)  # stays 0 for features that are never weighted
 
-    def backward(self, grad_kappa: Tensor, k: Tensor, scaled: Tensor) -> Tensor:
+    def backward(self, grad_kappa: Tensor, k: Tensor, scaled: Tensor, by_token: bool = False) -> Tensor:
         """Return the gradient of the chunk's keys [G, n, d] and add up those of rows and weights."""
-        per_key = grad_kappa.sum(1, keepdim=True)  # [G, 1, n]
+        features, tokens = (-1, 1) if by_token else (1, -1)
+        per_key = grad_kappa.sum(features, keepdim=True)
         if self.weighted and self.grad_log_weight is not None:
-            self.grad_log_weight += grad_kappa.sum(-1, keepdim=True)
+            self.grad_log_weight += grad_kappa.sum(tokens).unsqueeze(-1)
         if self.offset:
-            grad_y = torch.cat([-scaled * per_key, grad_kappa], dim=1)
+            grad_y = torch.cat([-scaled * per_key, grad_kappa], dim=features)
         else:
             grad_y = grad_kappa
-            grad_y[:, : self.rank].addcmul_(scaled, per_key, value=-1)
+            grad_y.narrow(features, 0, self.rank).addcmul_(scaled, per_key, value=-1)
+        grad_y, turned = (grad_y, grad_y.mT) if by_token else (grad_y.mT, grad_y)
         if self.grad_rows is not None:
-            self.grad_rows.baddbmm_(grad_y, k)
-        return grad_y.mT @ self.rows
+            self.grad_rows.baddbmm_(turned, k)
+        return grad_y @ self.rows
 
     def query_backward(self, grad_tau: Tensor, q: Tensor) -> Tensor:
         """Return the gradient of queries q [G, n, d] from that of tau [G, n, m], adding up that of the rows."""
@@ -150,11 +165,20 @@ def mask_chunk(mask: Tensor | None, heads: int, tokens: slice) -> Tensor | None:
     return None if mask is None else mask[:, None, None, tokens].expand(-1, heads, -1, -1).flatten(0, 1)
 
 
-def key_state(k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return lse [G, m, 1] and mean [G, m, e] of all keys; k [B, H, L, d], v [B, H, L, e], mask [B, L]."""
+def key_state(
+    k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None, start: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return lse [G, m, 1] and mean [G, m, e] of all keys, and of those of ``start``.
+
+    Args:
+        k: [B, H, L, d].
+        v: [B, H, L, e].
+        keys: Of the features.
+        mask: [B, L].
+        start: What is returned, of other keys.
+    """
     G, m = keys.rows.shape[0], keys.num_features
-    lse = keys.rows.new_full((G, m, 1), -torch.inf)
-    mean = keys.rows.new_zeros(G, m, v.shape[-1])
+    lse, mean = start or (keys.rows.new_full((G, m, 1), -torch.inf), keys.rows.new_zeros(G, m, v.shape[-1]))
     for tokens in chunks(k.shape[2], G, keys.rows.shape[1], k.device):
         seen = mask_chunk(mask, k.shape[1], tokens)
         kappa, _ = keys.logits(keys.shifted(group_chunk(k, tokens, keys.dtype)), seen)
@@ -199,8 +223,12 @@ def state_backward(
     grad_state: tuple[Tensor, Tensor],
     grad_k: Tensor,
     grad_v: Tensor,
-) -> None:
-    """Write the gradients of k and v for those of lse and mean; arguments as for :func:`key_state`."""
+    start: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Write the gradients of k and v for those of lse and mean, and return those of ``start``, if there is one.
+
+    Arguments as for :func:`key_state`.
+    """
     (lse, mean), (grad_lse, grad_mean) = state, grad_state
     lse = finite(lse)
     constant = grad_lse - (mean * grad_mean).sum(-1, keepdim=True)  # [G, m, 1]
@@ -211,3 +239,24 @@ def state_backward(
         grad_v[:, :, tokens] = (weights.mT @ grad_mean).view(*v.shape[:2], -1, v.shape[-1])
         grad_kappa = torch.baddbmm(constant, grad_mean, v_chunk.mT).mul_(weights)
         grad_k[:, :, tokens] = keys.backward(grad_kappa, k_chunk, scaled).view(*k.shape[:2], -1, k.shape[-1])
+    if start is None:
+        return None
+    weight = (start[0] - lse).exp()
+    return weight * (constant + (start[1] * grad_mean).sum(-1, keepdim=True)), weight * grad_mean
+
+
+def attend_at_once(q: Tensor, k: Tensor, v: Tensor, keys: KeyMap, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention [B, H, g, N, e], lse and mean in plain operators without chunks or branches, for export."""
+    shape = q.shape
+    y = keys.rows @ keys.shifted(group_chunk(k, slice(None), keys.dtype)).mT  # [G, R, L]
+    half_norm = (y[:, : keys.rank].square() * keys.norm_weight).sum(1, keepdim=True) / 2
+    kappa = y[:, keys.offset :] - half_norm + keys.log_weight
+    if mask is not None:
+        kappa = torch.where(mask_chunk(mask, k.shape[1], slice(None)), kappa, -torch.inf)
+    largest = finite(kappa.amax(-1, keepdim=True))
+    weights = (kappa - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    mean = (weights @ group_chunk(v, slice(None), keys.dtype)) / torch.where(total == 0, 1.0, total)
+    lse = largest + total.log()
+    p = (group_chunk(q, slice(None), keys.dtype) @ keys.feature_rows.mT + finite(lse).mT).softmax(-1)
+    return (p @ mean).reshape(*shape[:-1], v.shape[-1]).to(v.dtype), lse, mean

@@ -28,16 +28,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mmspectral.ops.random_features import causal as causal_form
 from mmspectral.ops.random_features.chunked import (
     KeyMap,
+    attend_at_once,
     attend_backward,
     attend_forward,
     float32_island,
     group_chunk,
     key_state,
-    merge_state,
     state_backward,
 )
 from mmspectral.ops.random_features.features import Features
@@ -56,13 +57,19 @@ class FeatureState(NamedTuple):
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | None = None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    features: Features,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    state: FeatureState | None = None,
 ) -> Tensor:
     """Return Phi(q) (Phi(k)^T v) / Phi(q) (Phi(k)^T 1), rows being queries.
 
     The activation memory does not grow with N * m: the backward pass
-    recomputes features chunk by chunk. Differentiable once in q, k, v and in
-    what the features were folded from.
+    recomputes features chunk by chunk. Differentiable once in q, k, v, the state
+    and what the features were folded from.
 
     Args:
         q: [B, h, N, d].
@@ -72,6 +79,7 @@ def linear_attention(
         mask: [B, L], bool, True for keys that may be seen. A query that sees
             none gets 0 and gives no gradient.
         causal: Query i sees keys 0 .. i only; needs N = L.
+        state: Of keys that all queries see beside these (:func:`summarise_keys`).
 
     Returns:
         [B, h, N, e] in the dtype of v.
@@ -85,11 +93,22 @@ def linear_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}. To continue "
-            "a sequence, keep a state: summarise_keys(...) for the new keys, then attend(...)."
+            "a sequence, give the new tokens alone, and the state=summarise_keys(...) of those before."
+        )
+    if state is not None and (state.lse.shape, state.mean.shape) != (
+        (shape := (*k.shape[:2], features.num_features)),
+        (*shape, v.shape[-1]),
+    ):
+        raise ValueError(
+            f"the state's lse {tuple(state.lse.shape)} and mean {tuple(state.mean.shape)} must be [B, H, m] = "
+            f"{list(shape)} and [B, H, m, e] = {[*shape, v.shape[-1]]}."
         )
     if heads not in (1, k.shape[1]):
         k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
-    out, *_ = _operator(q.unflatten(1, (k.shape[1], -1)), k, v, *features, mask, causal)  # [B, H, g, N, e]
+        state = None if state is None else [t.repeat_interleave(h // t.shape[1], 1) for t in state]
+    _refuse_tangents(q, k, v, *features, *(state or ()))
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, H, g, N, d]
+    out, *_ = _operator(grouped, k, v, *features, mask, causal, *(state or (None, None)))
     return out.flatten(1, 2)
 
 
@@ -98,8 +117,9 @@ def summarise_keys(
 ) -> FeatureState:
     """Return the state of these keys and, if given, of those before; for decoding and for a fixed context.
 
-    Decoding one token is ``state = summarise_keys(k, v, features, state=state)``,
-    then ``attend(q, features, state)``, with one token in q, k and v. Without gradient.
+    Some tokens at a time, each step is ``linear_attention(q, k, v, features,
+    causal=True, state=state)``, then ``state = summarise_keys(k, v, features,
+    state=state)``. Without gradient.
 
     Args:
         k: [B, H, L, d].
@@ -111,11 +131,8 @@ def summarise_keys(
     _check(k, k, v, features, mask)
     with torch.no_grad(), float32_island(k.device):
         keys = KeyMap(features, *k.shape[:2])
-        lse, mean = key_state(k, v, keys, mask)
-        lse, mean = lse.unflatten(0, k.shape[:2]), mean.unflatten(0, k.shape[:2])
-        if state is not None:
-            lse, mean = merge_state(state.lse[..., None], state.mean, lse, mean)
-    return FeatureState(lse[..., 0], mean)
+        lse, mean = key_state(k, v, keys, mask, _start(keys, *state) if state else None)
+    return FeatureState(lse[..., 0].unflatten(0, k.shape[:2]), mean.unflatten(0, k.shape[:2]))
 
 
 def attend(q: Tensor, features: Features, state: FeatureState) -> Tensor:
@@ -175,8 +192,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, features: Features, mask: Tensor | N
         )
 
 
-@torch.library.custom_op("mmspectral::linear_attention", mutates_args=())
-def _operator(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,21 +202,27 @@ def _operator(
     shift: Tensor | None,
     mask: Tensor | None,
     causal: bool,
+    state_lse: Tensor | None,
+    state_mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output [B, H, g, N, e] in the dtype of v, and what its gradient needs; g queries share a key."""
     out = v.new_empty(*q.shape[:-1], v.shape[-1])
     with float32_island(q.device):
         keys = KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2])
+        start = None if state_lse is None else _start(keys, state_lse, state_mean)
         if causal:
-            normaliser = causal_form.forward(q, k, v, keys, mask, out)
+            normaliser = causal_form.forward(q, k, v, keys, mask, out, start)
             return out, normaliser, rows.new_empty(0)
-        lse, mean = key_state(k, v, keys, mask)
+        lse, mean = key_state(k, v, keys, mask, start)
         attend_forward(q, keys, lse, mean, out)
     return out, lse, mean
 
 
+_operator = torch.library.custom_op("mmspectral::linear_attention", forward, mutates_args=())
+
+
 @_operator.register_fake
-def _(q, k, v, rows, norm_weight, log_weight, shift, mask, causal):
+def _(q, k, v, rows, norm_weight, log_weight, shift, mask, causal, state_lse, state_mean):
     G, m = q.shape[0] * q.shape[1], log_weight.shape[-1]
     out = v.new_empty(*q.shape[:-1], v.shape[-1])
     if causal:
@@ -208,8 +230,7 @@ def _(q, k, v, rows, norm_weight, log_weight, shift, mask, causal):
     return out, rows.new_empty(G, m, 1), rows.new_empty(G, m, v.shape[-1])
 
 
-@torch.library.custom_op("mmspectral::linear_attention_backward", mutates_args=())
-def _operator_backward(
+def backward(
     grad: Tensor,
     out: Tensor,
     first: Tensor,
@@ -223,56 +244,113 @@ def _operator_backward(
     shift: Tensor | None,
     mask: Tensor | None,
     causal: bool,
+    state_lse: Tensor | None,
+    state_mean: Tensor | None,
     features_need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, rows and log_weight, the last two empty unless ``features_need_grad``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, rows, log_weight and the state.
+
+    Those of rows and log_weight are empty unless ``features_need_grad``, those of
+    the state where there is none.
+    """
     with float32_island(q.device):
         keys = KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2])
+        start = None if state_lse is None else _start(keys, state_lse, state_mean)
         if features_need_grad:
             keys.start_gradients()
         if causal:
-            grads = causal_form.backward(q, k, v, keys, mask, out, first, grad)
+            *grads, grad_start = causal_form.backward(q, k, v, keys, mask, out, first, grad, start)
             grad_q, grad_k, grad_v = (g.to(t.dtype) for g, t in zip(grads, (q, k, v), strict=True))
         else:
             grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
             grad_state = attend_backward(q, keys, first, second, out, grad, grad_q)
-            state_backward(k, v, keys, mask, (first, second), grad_state, grad_k, grad_v)
-        if not features_need_grad:
-            return grad_q, grad_k, grad_v, rows.new_empty(0), rows.new_empty(0)
-        grad_rows, grad_log_weight = (
-            _sum_batch(t, q.shape[0], len(rows)) for t in (keys.grad_rows, keys.grad_log_weight[..., 0])
-        )
-    return grad_q, grad_k, grad_v, grad_rows, grad_log_weight
+            grad_start = state_backward(k, v, keys, mask, (first, second), grad_state, grad_k, grad_v, start)
+        grads = [grad_q, grad_k, grad_v, *(rows.new_empty(0) for _ in range(4))]
+        if features_need_grad:
+            grads[3] = _sum_batch(keys.grad_rows, q.shape[0], len(rows))
+            grads[4] = _sum_batch(keys.grad_log_weight[..., 0], q.shape[0], len(rows))
+        if start is not None:
+            grads[5] = grad_start[0].view_as(state_lse).to(state_lse.dtype)
+            grads[6] = grad_start[1].view_as(state_mean).to(state_mean.dtype)
+    return tuple(grads)
+
+
+_operator_backward = torch.library.custom_op("mmspectral::linear_attention_backward", backward, mutates_args=())
 
 
 @_operator_backward.register_fake
-def _(grad, out, first, second, q, k, v, rows, norm_weight, log_weight, shift, mask, causal, features_need_grad):
-    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    if not features_need_grad:
-        return *grads, rows.new_empty(0), rows.new_empty(0)
-    return *grads, rows.new_empty(rows.shape), log_weight.new_empty(log_weight.shape)
+def _(
+    grad, out, first, second, q, k, v, rows, norm_weight, log_weight, shift, mask, causal, state_lse, state_mean,
+    features_need_grad,
+):  # fmt: skip
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    given = [rows, log_weight] if features_need_grad else [None, None]
+    for tensor in (*given, state_lse, state_mean):
+        grads.append(rows.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape))
+    return tuple(grads)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.causal = inputs
-    ctx.save_for_backward(*output, *tensors)
+    *tensors, ctx.causal, state_lse, state_mean = inputs
+    ctx.save_for_backward(*output, *tensors, state_lse, state_mean)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx, grad, *unused):
-    out, first, second, *tensors = ctx.saved_tensors
+    out, first, second, *tensors, state_lse, state_mean = ctx.saved_tensors
     need_rows, need_log_weight, need_shift = (ctx.needs_input_grad[i] for i in (3, 5, 6))
-    grad_q, grad_k, grad_v, grad_rows, grad_log_weight = _operator_backward(
-        grad, out, first, second, *tensors, ctx.causal, need_rows or need_log_weight
+    grad_q, grad_k, grad_v, grad_rows, grad_log_weight, *grad_state = _operator_backward(
+        grad, out, first, second, *tensors, ctx.causal, state_lse, state_mean, need_rows or need_log_weight
     )
     shift, grad_shift = tensors[6], None
     if need_shift:
         grad_shift = -grad_k.sum((0, 2), dtype=shift.dtype).sum_to_size(shift.shape)
     of_features = (grad_rows if need_rows else None, None, grad_log_weight if need_log_weight else None, grad_shift)
-    return grad_q, grad_k, grad_v, *of_features, None, None
+    of_state = (None, None) if state_lse is None else grad_state
+    return grad_q, grad_k, grad_v, *of_features, None, None, *of_state
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise NotImplementedError(
+        "attention over random features is differentiable once; for a second derivative use exact attention "
+        "(kernel=None), or finite differences of the gradient."
+    )
+
+
+_operator_backward.register_autograd(_refuse_second_derivative)
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise where forward-mode AD would get a derivative of 0, as from every custom operator of torch."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "attention over random features has no forward-mode derivative (torch.func.jvp, jacfwd); use reverse mode "
+            "(torch.autograd.grad, vjp), or exact attention (kernel=None)."
+        )
+
+
+def plain_forward(q, k, v, rows, norm_weight, log_weight, shift, mask, causal, state_lse, state_mean):
+    """As :func:`forward` in operators that any runtime has, such as ONNX's; memory grows with N * m.
+
+    Raises:
+        NotImplementedError: Causal attention, whose safe form is a loop, or a state.
+    """
+    if causal or state_lse is not None:
+        raise NotImplementedError("causal attention over random features has no form in plain operators.")
+    return attend_at_once(q, k, v, KeyMap(Features(rows, norm_weight, log_weight, shift), *q.shape[:2]), mask)
+
+
+PLAIN_OPERATORS = {torch.ops.mmspectral.linear_attention.default: plain_forward}  # a table of decompositions
+
+
+def _start(keys: KeyMap, lse: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a state as lse [G, m, 1] and mean [G, m, e] in the dtype of the features."""
+    return lse.to(keys.dtype).flatten(0, 1)[..., None], mean.to(keys.dtype).flatten(0, 1)
 
 
 def _sum_batch(grad: Tensor, batch: int, heads: int) -> Tensor:
