@@ -26,7 +26,7 @@ def choose_checkpoint(cfg: Config) -> list[str]:
         cfg: Config of the run, with ``work_dir``.
 
     Returns:
-        One sentence for each checkpoint that was passed over.
+        One sentence for each checkpoint that was passed over, and for what the chosen one lacks.
 
     Raises:
         UsageError: The file is missing, damaged or no checkpoint of a run, or all
@@ -44,12 +44,12 @@ def choose_checkpoint(cfg: Config) -> list[str]:
         if source is not None and (damage := _damage(path)):
             raise UsageError(f"{source} is damaged: {damage}. Copy or download it again, or take another checkpoint.")
         return []
-    passed_over = []
+    passed_over, notes = [], []
     for candidate in _checkpoints(cfg) if automatic else [path]:
-        defect = _damage(candidate) or _defect(candidate, cfg)
+        defect = _damage(candidate) or _defect(candidate, cfg, notes)
         if defect is None:
             cfg.resume, cfg.load_from = True, str(candidate)
-            return passed_over
+            return passed_over + notes
         passed_over.append(f"{candidate} is passed over: {defect}.")
     if passed_over:
         others = " --resume without a path takes the newest whole one of the work folder." if not automatic else ""
@@ -85,8 +85,11 @@ def _damage(path: Path) -> str | None:
         return f"it cannot be read ({error.strerror})"
 
 
-def _defect(path: Path, cfg: Config) -> str | None:
-    """Say why a whole file is not what a run can be resumed from; take the seed from one that is."""
+def _defect(path: Path, cfg: Config, notes: list[str]) -> str | None:
+    """Say why a whole file is not what a run can be resumed from; take the seed from one that is.
+
+    ``notes`` get a sentence on what such a file leaves out.
+    """
     if path.is_dir():  # of a sharded model, which only the strategy of a FlexibleRunner can read
         return None if "runner_type" in cfg else "it is a folder"
     try:
@@ -103,6 +106,8 @@ def _defect(path: Path, cfg: Config) -> str | None:
     ]
     if wrong:
         return f"its {wrong[0]} is not what a run writes"
+    if "optimizer" not in checkpoint:
+        notes.append(f"{path} has no state of the optimizer (save_optimizer=False): a new one goes on, not exactly so.")
     randomness = dict(cfg.get("randomness") or {})
     if randomness.get("seed") is None:
         cfg.randomness = ConfigDict(randomness, seed=checkpoint["meta"].get("seed"))

@@ -27,7 +27,12 @@ from mmspectral.engine.resume import choose_checkpoint
 from mmspectral.errors import DamagedCheckpointError, UnsafeCheckpointError, UsageError
 from mmspectral.registry import HOOKS
 
-RUN = dict(meta=dict(epoch=1, iter=4, seed=7), message_hub=dict(), state_dict=dict(weight=torch.arange(1000.0)))
+RUN = dict(
+    meta=dict(epoch=1, iter=4, seed=7),
+    message_hub=dict(),
+    optimizer=dict(),
+    state_dict=dict(weight=torch.arange(1000.0)),
+)
 
 
 @pytest.fixture
@@ -237,6 +242,9 @@ def test_a_named_checkpoint_is_resumed_or_refused(safe_loading, tmp_path):
     for name in ("good.pth", "old.pth"):
         cfg = config(tmp_path, load_from=str(tmp_path / name))
         assert choose_checkpoint(cfg) == [] and cfg.load_from == str(tmp_path / name)
+    save(tmp_path, "new.pth", content={name: RUN[name] for name in ("meta", "message_hub", "state_dict")})
+    (note,) = choose_checkpoint(config(tmp_path, load_from=str(tmp_path / "new.pth")))
+    assert "no state of the optimizer" in note
     save(tmp_path, "meta.pth", content=dict(RUN, meta=None))
     save(tmp_path, "iter.pth", content=dict(RUN, meta=dict(epoch=1)))
     (tmp_path / "cut.pth").write_bytes((tmp_path / "old.pth").read_bytes()[:-100])

@@ -6,21 +6,23 @@ import random
 import uuid
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import mmengine.hooks
 import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import worker_init_fn
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
+from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmpretrain.registry import TRANSFORMS as MMPRETRAIN_TRANSFORMS
 from torch.utils.data import DataLoader
 
 from mmspectral.compat.checkpoint_damage import find_damage
 from mmspectral.compat.checkpoints import SAFE_GLOBALS
 from mmspectral.engine import launch_run, runtime_notes
-from mmspectral.engine.hooks.exact_resume import seed_worker
+from mmspectral.engine.hooks.exact_resume import EpochSeedHook, seed_worker
 from mmspectral.errors import UsageError
 from tests.helpers import CONFIGS, DATA, TINY, TOY, log_lines
 
@@ -296,6 +298,15 @@ def test_what_the_end_of_an_epoch_leaves_is_resumed(tmp_path, monkeypatch, left)
     a, b = (torch.load(tmp_path / folder / "epoch_3.pth", weights_only=False) for folder in ("straight", "resumed"))
     for name, tensor in a["state_dict"].items():
         assert torch.equal(tensor, b["state_dict"][name]), name
+
+
+def test_what_a_resumed_run_forgets_is_named():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    runner = Mock(train_loop=Mock(spec=EpochBasedTrainLoop), train_dataloader=loader, iter=0)
+    runner.hooks = [mmengine.hooks.EarlyStoppingHook("acc")]
+    EpochSeedHook().before_train(runner)
+    early, workers = (call.args[0] for call in runner.logger.warning.call_args_list)
+    assert "EarlyStoppingHook" in early and "persistent_workers=False" in workers
 
 
 @pytest.mark.fault

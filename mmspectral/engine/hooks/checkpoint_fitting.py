@@ -6,6 +6,7 @@ from mmengine.runner import BaseLoop, Runner
 
 from mmspectral.arguments import checked, real
 from mmspectral.checkpoints import fit_to_model, fit_whole
+from mmspectral.errors import UsageError
 from mmspectral.registry import HOOKS
 
 
@@ -26,7 +27,11 @@ class CheckpointFittingHook(Hook):
         self.min_matched = min_matched
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Replace the file's ``state_dict`` by one that fits the model, in place."""
+        """Replace the file's ``state_dict`` by one that fits the model, in place.
+
+        Raises:
+            UsageError: It fits the model too little, or was trained under another correction.
+        """
         if runner._resume:
             return
         model = runner.model
@@ -34,5 +39,8 @@ class CheckpointFittingHook(Hook):
             model = model.module
         trains = isinstance(runner._train_loop, BaseLoop)
         fit = fit_to_model if trains else fit_whole  # in a test, random heads would be scored
-        weights, _ = fit(model, checkpoint, str(runner._load_from), self.min_matched)
+        try:
+            weights, _ = fit(model, checkpoint, str(runner._load_from), self.min_matched)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         checkpoint["state_dict"] = weights.state_dict()

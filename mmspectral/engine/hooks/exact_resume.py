@@ -135,6 +135,20 @@ class PendingGradientsHook(Hook):
     """
 
     priority = "VERY_HIGH"  # before the checkpoint hook
+    _restored: dict[str, Tensor] = {}
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Take them from the checkpoint of a run that is resumed."""
+        self._restored = checkpoint.get("pending_gradients", {}) if runner._resume else {}
+
+    def before_train(self, runner: Runner) -> None:
+        """Give them to the parameters."""
+        if self._restored and _accumulates(runner):
+            runner.logger.info(f"Accumulated gradients of {len(self._restored)} parameters are resumed.")
+            for name, gradient in self._restored.items():
+                parameter = _unwrapped(runner).get_parameter(name)
+                parameter.grad = gradient.to(parameter)
+        self._restored = {}
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Average over the ranks."""
@@ -146,19 +160,16 @@ class PendingGradientsHook(Hook):
         if pending := _pending(runner):
             checkpoint["pending_gradients"] = pending
 
-    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Give them to the parameters of a run that is resumed."""
-        if runner._resume:
-            for name, gradient in checkpoint.get("pending_gradients", {}).items():
-                parameter = _unwrapped(runner).get_parameter(name)
-                parameter.grad = gradient.to(parameter)
+
+def _accumulates(runner: Runner) -> bool:
+    wrapper = runner.optim_wrapper
+    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return any(getattr(each, "_accumulative_counts", 1) > 1 for each in wrappers)
 
 
 def _pending(runner: Runner) -> dict[str, Tensor]:
     """Return the gradients by name; after an update there are none, but for parameters that no optimizer has."""
-    wrapper = runner.optim_wrapper
-    wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    if all(getattr(each, "_accumulative_counts", 1) == 1 for each in wrappers):
+    if not _accumulates(runner):
         return {}
     named = _unwrapped(runner).named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
