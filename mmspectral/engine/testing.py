@@ -24,9 +24,9 @@ def innermost_datasets(cfg: Config) -> list[ConfigDict]:
 
 
 def for_inferencer(cfg: Config) -> Config:
-    """Return a copy with the first test dataset alone, and with names in its pipeline that the inferencers know."""
+    """Return a copy with the first test dataset alone, and with names of types that the hosts' inferencers know."""
     dataset = deepcopy(innermost_datasets(cfg)[0])
-    for step in dataset.pipeline:
+    for step in (dataset, *dataset.pipeline):
         package, _, path = type_name(step).partition(".")
         name = path.rpartition(".")[2] or package
         if name == "LoadImageFromFile":  # which an inferencer replaces

@@ -12,7 +12,7 @@ import torch
 from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
-from mmpretrain.datasets import PackInputs
+from mmpretrain.datasets import CustomDataset, PackInputs
 
 from mmspectral.engine.testing import for_inferencer
 from tests.helpers import CONFIGS, TOOLS, class_folders, coco_set
@@ -217,9 +217,10 @@ def test_flops_and_data(model, run):
 def test_names_that_inferencers_know_stand_in_the_place_of_classes():
     """As pure Python configs have them."""
     pipeline = [dict(type=step) for step in (LoadImageFromFile, PackInputs, "mmdet.Resize")]
-    cfg = Config(dict(test_dataloader=dict(dataset=dict(dataset=dict(pipeline=pipeline)))))
-    steps = for_inferencer(cfg).test_dataloader.dataset.pipeline
-    assert [step.type for step in steps] == ["LoadImageFromFile", "mmpretrain.PackInputs", "mmdet.Resize"]
+    cfg = Config(dict(test_dataloader=dict(dataset=dict(dataset=dict(type=CustomDataset, pipeline=pipeline)))))
+    dataset = for_inferencer(cfg).test_dataloader.dataset
+    assert dataset.type == "mmpretrain.CustomDataset"
+    assert [step.type for step in dataset.pipeline] == ["LoadImageFromFile", "mmpretrain.PackInputs", "mmdet.Resize"]
     loader = dict(type="mmspectral.LoadImageFromFile")
-    cfg.test_dataloader.dataset = dict(datasets=[dict(pipeline=[loader])])
+    cfg.test_dataloader.dataset = dict(datasets=[dict(type="CocoDataset", pipeline=[loader])])
     assert for_inferencer(cfg).test_dataloader.dataset.pipeline[0].type == "LoadImageFromFile"
