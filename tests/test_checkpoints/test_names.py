@@ -46,6 +46,12 @@ def vit_pair(**kwargs):
     return theirs, SpectralViT(arch, img_size=SIZE, layer_scale_init_value=scale), "head"
 
 
+def average_pair():
+    theirs, _, head = vit_pair(global_pool="avg")
+    arch = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=128)
+    return theirs, SpectralViT(arch, img_size=SIZE, out_type="avg_featmap", final_norm=False), head
+
+
 def layer_scale_pair():
     return vit_pair(init_values=0.1)
 
@@ -63,7 +69,9 @@ def davit_pair():
 
 
 PAIRS = pytest.mark.parametrize(
-    "pair", [xcit_pair, swin_pair, vit_pair, layer_scale_pair, deit_pair, davit_pair], ids=lambda p: p.__name__
+    "pair",
+    [xcit_pair, swin_pair, vit_pair, average_pair, layer_scale_pair, deit_pair, davit_pair],
+    ids=lambda p: p.__name__,
 )
 
 

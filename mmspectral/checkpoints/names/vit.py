@@ -9,6 +9,7 @@ _BLOCKS: Rules = (
     ("layers.{i}.ffn.layers.1", "blocks.{i}.mlp.fc2"),
     ("layers.{i}", "blocks.{i}"),
     ("ln1", "norm"),
+    ("ln2", "fc_norm"),  # of averaged tokens
     ("pre_norm", "norm_pre"),
     ("patch_embed.projection", "patch_embed.proj"),
     ("head.layers.head_dist", "head_dist"),
