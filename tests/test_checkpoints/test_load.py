@@ -12,7 +12,7 @@ from torch import nn
 from mmspectral.checkpoints import fit_to_model, load_backbone, write_checkpoint
 from mmspectral.checkpoints.names import FAMILIES, from_mmpretrain, naming_of
 from mmspectral.engine.hooks.checkpoint_fitting import CheckpointFittingHook
-from mmspectral.errors import DamagedCheckpointError
+from mmspectral.errors import DamagedCheckpointError, UsageError
 from mmspectral.layers import fold
 from mmspectral.models.backbones import SpectralDeiT, SpectralSwin, SpectralXCiT
 from mmspectral.registry import MODELS
@@ -351,12 +351,11 @@ def test_mask_rcnn_of_80_classes_fills_one_of_2():
 
 
 class RunnerOf:
-    """What the hook sees of a Runner that trains."""
+    """What the hook sees of a Runner."""
 
-    _train_loop = object.__new__(EpochBasedTrainLoop)
-
-    def __init__(self, model, resume=False):
+    def __init__(self, model, resume=False, trains=True):
         self.model, self._resume, self._load_from = model, resume, "file.pth"
+        self._train_loop = EpochBasedTrainLoop.__new__(EpochBasedTrainLoop) if trains else None
 
 
 def test_the_hook_hands_fitting_weights_to_the_runner():
@@ -365,6 +364,8 @@ def test_the_hook_hands_fitting_weights_to_the_runner():
     given = checkpoint["state_dict"]
     CheckpointFittingHook().after_load_checkpoint(RunnerOf(target, resume=True), checkpoint)
     assert checkpoint["state_dict"] is given
+    with pytest.raises(UsageError, match=r"head.*\(5,.*\) in the file, \(2,.*\) in the model"):
+        CheckpointFittingHook().after_load_checkpoint(RunnerOf(target, trains=False), dict(checkpoint))
     CheckpointFittingHook().after_load_checkpoint(RunnerOf(nn.DataParallel(target)), checkpoint)
     assert checkpoint["state_dict"].keys() == {n for n in target.state_dict() if n.startswith("backbone.")}
     with pytest.raises(ValueError, match="file.pth.*At least 100 % must match"):
