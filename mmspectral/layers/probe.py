@@ -38,6 +38,7 @@ GRID = (
     "input_size",
     "in_size",
 )
+WINDOWS = ("window_size", "ws")  # a layer pads other grids by tokens of zero
 ROTARY = ("rotary_ndims", "rotary_dim", "head_dim", "head_size")  # channels that are rotated
 SIDES = (4, 7, 8, 14, 16)  # of the grid of tokens, where the layer does not say
 FORMS = ("flat", "grid", "rotary", "class token", "channels first", "windows")  # of the tokens, or what goes with them
@@ -241,6 +242,7 @@ def _grids(module: nn.Module) -> list[tuple[int, int]]:
     """Return sides of grids of tokens to try: what the layer's attributes and tables may mean, and usual ones."""
     windows = [tuple(value) for value in vars(module).values() if isinstance(value, (tuple, list)) and len(value) == 2]
     windows = [window for window in windows if all(isinstance(side, int) for side in window)]
+    windows += [(side, side) for key in WINDOWS if isinstance(side := getattr(module, key, None), int)]
     for length in (b.shape[-1] for b in module.buffers() if b.dim() > 1 and b.shape[-1] == b.shape[-2]):
         side = round(length**0.5)
         windows.append((side, side) if side * side == length else (1, length))

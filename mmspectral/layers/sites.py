@@ -255,7 +255,7 @@ def _left_out(prefix: str, module: nn.Module, groups: Mapping) -> Iterator[tuple
         elif type(found).forward is nn.Linear.forward:
             reason = f"a {type(module).__name__} does not have q, k and v under names that are known here"
         elif isinstance(found, nn.Linear):
-            reason = f"it is a {type(found).__name__}, which replaces the forward of nn.Linear"
+            reason = f"it is a {_path(found)}, which replaces the forward of nn.Linear"
         elif type(found).__name__ == "Conv1D":
             reason = "it is a Conv1D, whose weight is transposed"
         else:
@@ -299,7 +299,7 @@ def _read_site(
             raise ValueError(
                 f"{name}: what the rows of this {type(module).__name__} hold is not certain, since {reason}. Say it by "
                 "layout=dict(row_order=..., num_heads=...) if you know it, or leave the layer out with `exclude`."
-            ) from reason
+            ) from None
     roles, num_heads, row_order = established[key][child]
     return Site(name, kind, roles, num_heads, rows, row_order)
 
