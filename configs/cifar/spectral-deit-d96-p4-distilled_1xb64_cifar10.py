@@ -17,3 +17,5 @@ model = dict(
     ),
     head=dict(type="mmpretrain.DeiTClsHead", in_channels=96),
 )
+
+optim_wrapper = dict(optimizer=dict(lr=0.002))

@@ -19,3 +19,5 @@ model = dict(
 # Learns more slowly than the others, and an epoch takes less time than one of ViT.
 train_cfg = dict(max_epochs=7)
 param_scheduler = [_base_.param_scheduler[0], dict(_base_.param_scheduler[1], end=7)]
+
+optim_wrapper = dict(optimizer=dict(lr=0.004))

@@ -13,3 +13,5 @@ model = dict(
     ),
     head=dict(type="mmpretrain.VisionTransformerClsHead", in_channels=96),
 )
+
+optim_wrapper = dict(optimizer=dict(lr=0.002))
