@@ -198,7 +198,7 @@ def test_weights_that_would_stay_random_are_refused(tmp_path):
     state = model.state_dict()
     for name, part in (("head.fc.bias", "model"), ("backbone.norm.bias", "backbone")):
         torch.save({key: value for key, value in state.items() if key != name}, checkpoint)
-        with pytest.raises(UsageError, match="1 weights.*such as .*bias"):
+        with pytest.raises(UsageError, match="bias"):
             export(cfg, checkpoint, tmp_path / "model.pt2", "exported-program", part)
 
 

@@ -353,11 +353,13 @@ def _spectra(cfg: "Config", model: "nn.Module") -> dict[str, float]:
     from mmspectral.analysis import measure as measure_state
 
     names = _conditioned_names(cfg)
-    pairs = [pair for name, p in attention_projections(model).items() if name in names for pair in p.spectra().values()]
+    projections = {name: each for name, each in attention_projections(model).items() if name in names}
+    pairs = [pair for each in projections.values() for pair in each.spectra().values()]
     without, with_ = zip(*((a.kappa, b.kappa) for a, b in pairs), strict=True)
     jacobians = []
     for name in sorted(names):
-        found = measure_state(model, "", {name: "full"}, JacobianSettings(name.rpartition(".")[0])).jacobians
+        one = {name: projections[name]}
+        found = measure_state(model, "", one, JacobianSettings(name.rpartition(".")[0])).jacobians
         head = found.get("W + C") or found["W"]
         jacobians.append((head.cross_covariance or head.condition).kappa)
     medians = dict(kappa_w=without, kappa_wc=with_, jacobian=jacobians)
