@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from mmspectral.arguments import check, whole
 from mmspectral.layers.projection import (
     Conditioning,
     Follows,
     Projection,
     as_leaf,
-    count,
-    fingerprint,
     in_backward_pass,
     positive,
     register_conditioning,
@@ -137,7 +136,9 @@ class SigmaDivision(Conditioning):
 
     def __init__(self, power_iterations: int = 1, targets: Sequence[str] = ("q", "k", "v")) -> None:
         super().__init__(targets)
-        self.power_iterations = count(f"{type(self).__name__}: power_iterations", power_iterations, MAX_ITERATIONS)
+        self.power_iterations = check(
+            f"{type(self).__name__}: power_iterations", power_iterations, whole(1, MAX_ITERATIONS)
+        )
 
     def settings(self) -> dict:
         return dict(super().settings(), power_iterations=self.power_iterations)
@@ -254,12 +255,7 @@ class SpectralNormLinear(Follows, Projection, nn.Linear):
 
     def _vectors_of_evaluation(self) -> tuple[Tensor, Tensor]:
         """Return u and v of the present weight, computed once; where it cannot be read, those of the last time."""
-        seen = fingerprint(self.own("weight"))
-        known, *vectors = self.__dict__.get("_converged", (None, self.left, self.right))
-        if seen is not None and known != seen:
-            vectors = self._found()
-            self._converged = (seen, *vectors)
-        return vectors
+        return self.once(self.own("weight"), self._found, (self.left, self.right))
 
     def _effective(self, name: str, dtype: torch.dtype | None) -> Tensor:
         weight = self.own("weight")

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from mmspectral import ops
-from mmspectral.arguments import FLAG, check
+from mmspectral.arguments import FLAG, check, whole
 from mmspectral.layers.projection import (
     METADATA_KEY,
     Conditioning,
     Follows,
     Projection,
     changed_function,
-    count,
-    fingerprint,
     is_finite_number,
     positive,
     register_conditioning,
@@ -219,7 +217,7 @@ class DerivedCorrection(Correction):
                 f"{name}: preserve_function=True is not possible. C follows from W and changes with every update, so "
                 "there is no constant to subtract from a loaded weight. Use IdentityCorrection, or load without it."
             )
-        self.interval = count(f"{name}: interval", interval)
+        self.interval = check(f"{name}: interval", interval, whole(1))
 
     @property
     def stored(self) -> bool:
@@ -348,10 +346,10 @@ class ConditionedLinear(Follows, Projection, nn.Linear):
             self.follow(trains=True)
         elif self.has_changed():
             # The buffer stays: a hook may have put averaged weights here for an evaluation in the midst of training.
-            seen = fingerprint(weight)
-            if self.__dict__.get("_evaluated", (None,))[0] != seen:
-                self._evaluated = (seen, self.conditioning.matrix(weight, self.layout).to(weight.dtype))
-            return self._evaluated[1]
+            def found() -> Tensor:
+                return self.conditioning.matrix(weight, self.layout).to(weight.dtype)
+
+            return self.once(weight, found, self.correction)
         return self.correction
 
     @torch.no_grad()

@@ -14,13 +14,13 @@ import inspect
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from mmspectral.arguments import LARGEST, check, whole
 from mmspectral.ops import ProjectionLayout
 from mmspectral.ops.precision import product_dtype
 
@@ -40,11 +40,6 @@ def positive(name: str, value: object, kind: str = "positive and finite") -> flo
     if not (is_finite_number(value) and value > 0):
         raise ValueError(f"{name} must be {kind}, got {value!r}.")
     return float(value)
-
-
-def count(name: str, value: object, most: int = LARGEST) -> int:
-    """Return an integer of at least 1, and at most ``most``; raise ValueError for anything else."""
-    return check(name, value, whole(1, most))
 
 
 class Conditioning(ABC):
@@ -229,6 +224,15 @@ class Follows:
             self.refresh()
         if trains and not self._trained and not torch.compiler.is_compiling():
             self._trained = True
+
+    def once(self, weight: Tensor, compute: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what ``compute`` finds, once for each weight; where it cannot be read, the last or ``otherwise``."""
+        seen = fingerprint(weight)
+        known, found = self.__dict__.get("_found_for", (None, otherwise))
+        if seen is not None and known != seen:
+            found = compute()
+            self._found_for = (seen, found)
+        return found
 
     def __deepcopy__(self, memo: dict) -> Follows:
         copied = type(self).__new__(type(self))

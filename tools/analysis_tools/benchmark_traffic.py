@@ -7,7 +7,6 @@ estimates from the named device's peak rates, never measurements.
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 FAMILIES = ("xcit", "swin", "vit", "deit", "davit")
@@ -51,7 +50,7 @@ def main() -> None:
 
     import torch
 
-    from mmspectral.analysis import backbone_traffic, ratios
+    from mmspectral.analysis import backbone_traffic, markdown_table, ratios, write_csv
 
     rows = []
     for family in args.family:
@@ -79,14 +78,9 @@ def main() -> None:
                     baseline = traffic
     print(f"torch {torch.__version__}; {args.batch} images of {args.size[0]} x {args.size[1]}; ratios are to the row")
     print(f"above; estimated_ms is a roofline estimate for one {args.device}, nothing measured\n")
-    print(f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|", sep="\n")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row.values()))} |")
+    print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
     if args.out:
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(rows, args.out)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
+from mmspectral.analysis import markdown_table
 from mmspectral.arguments import report_usage_errors
 from mmspectral.errors import UsageError
 
@@ -593,10 +594,6 @@ def interval(found: Comparison) -> str:
     return points(found.mean) + ends
 
 
-def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
-
-
 def primary_table(rows: Sequence[Row], correct: dict[str, np.ndarray]) -> str:
     """Accuracy without conditioning and the paired differences of both forms, by family and pooled."""
     differences = {form: paired_differences(rows, form) for form in PRIMARY}
@@ -624,7 +621,7 @@ def primary_table(rows: Sequence[Row], correct: dict[str, np.ndarray]) -> str:
         ["p, sign flips, exact", "", "", *(f"{p:.2g}" for p in ps)],
         ["p, Holm over the two", "", "", *(f"{p:.2g}" for p in holm(ps))],
     ]
-    return markdown(["Family", "Accuracy without, %", "Seeds", *(f"{form}, points" for form in PRIMARY)], body)
+    return markdown_table(["Family", "Accuracy without, %", "Seeds", *(f"{form}, points" for form in PRIMARY)], body)
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
@@ -661,7 +658,7 @@ def exploratory_table(rows: Sequence[Row]) -> str:
                         str(sum(row.diverged for row in runs)),
                     ]
                 )
-    return markdown(
+    return markdown_table(
         ["Part", "Family", "Setting", "Form", "Seeds", "Accuracy, %", "Difference, points", "Diverged"], body
     )
 
@@ -690,7 +687,7 @@ def mechanism_table(rows: Sequence[Row]) -> str:
         if runs:
             values = [statistics.median(getattr(row, name) for row in runs) for name in MEASURES]
             body.append([family, form, *(f"{value:.3g}" for value in values)])
-    return markdown(["Family", "Form", *(name.replace("_", " ") for name in MEASURES)], body)
+    return markdown_table(["Family", "Form", *(name.replace("_", " ") for name in MEASURES)], body)
 
 
 def prediction_table(rows: Sequence[Row]) -> str:
@@ -708,7 +705,7 @@ def prediction_table(rows: Sequence[Row]) -> str:
         if len(changes) > 3 and len(set(changes)) > 1:
             rho = stats.spearmanr(changes, gains).statistic
             body.append([name.replace("_", " "), f"{rho:+.2f}", str(len(changes))])
-    return markdown(["Change under conditioning of", "Correlation with the gain", "Pairs"], body)
+    return markdown_table(["Change under conditioning of", "Correlation with the gain", "Pairs"], body)
 
 
 def plot(rows: Sequence[Row], key: Callable[[Row], object], x: Callable[[Row], float], xlabel: str, path: Path) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mmspectral.analysis import markdown_table
+
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("tests", "attention", "conditioning", "detector", "ranks")
 FAMILIES = ("xcit", "swin", "vit", "deit", "davit")
@@ -141,14 +143,13 @@ def read(measured: Path) -> list[dict]:
 
 def report(machine: str, rows: list[Row]) -> str:
     """Return a Markdown page."""
-    lines = [f"# {machine}", "", "| section | command | result | seconds |", "|---|---|---|---|"]
-    lines += [f"| {row.section} | {row.name} | {row.status} | {row.seconds} |" for row in rows]
+    results = [(row.section, row.name, row.status, row.seconds) for row in rows]
+    parts = [f"# {machine}", markdown_table(["section", "command", "result", "seconds"], results)]
     for row in rows:
         if row.table:
-            lines += ["", f"## {row.section}, {row.name}", "", f"| {' | '.join(row.table[0])} |"]
-            lines += ["|---" * len(row.table[0]) + "|"]
-            lines += [f"| {' | '.join(str(entry.get(key, '')) for key in row.table[0])} |" for entry in row.table]
-    return "\n".join(lines) + "\n"
+            entries = [[entry.get(key, "") for key in row.table[0]] for entry in row.table]
+            parts += [f"## {row.section}, {row.name}", markdown_table(list(row.table[0]), entries)]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:

@@ -89,8 +89,8 @@ def backward(
     normaliser: Tensor,
     grad: Tensor,
     start: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return the gradients of q, k, v and the state before, in the dtype of the features.
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Return the gradients of q, k, v and the state before, if there is one, in the dtype of the features.
 
     ``keys`` adds up those of rows and weights.
     """
@@ -122,7 +122,9 @@ def backward(
         grad_kappa.addcmul_(weights, (values @ gradient.mT).sub_(average.mT))
         grad_values += weights @ gradient
         grad_k[:, :, tokens], grad_v[:, :, tokens] = scan.key_backward(grad_kappa, grad_values, part)
-    lse, mean = scan.first_state(start)
+    if start is None:
+        return grad_q, grad_k, grad_v, None
+    lse, mean = starts[0][-1]
     weight, average_gradient = (lse.mT + largest).exp().mT, sums[..., -1:]  # [G, m, 1]
     of_start = weight * ((mean * sums[..., :-1]).sum(-1, keepdim=True) - average_gradient), weight * sums[..., :-1]
     return grad_q, grad_k, grad_v, tuple(t.unflatten(0, (-1, scan.group)).sum(1) for t in of_start)

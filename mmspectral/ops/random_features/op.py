@@ -143,8 +143,7 @@ def attend(q: Tensor, features: Features, state: FeatureState) -> Tensor:
     out = q.new_empty(*q.shape[:-1], state.mean.shape[-1])
     with torch.no_grad(), float32_island(q.device):
         keys = KeyMap(features, B, H)
-        lse, mean = state.lse.flatten(0, 1)[..., None], state.mean.flatten(0, 1)
-        attend_forward(q.unflatten(1, (H, -1)), keys, lse, mean, out.unflatten(1, (H, -1)))
+        attend_forward(q.unflatten(1, (H, -1)), keys, *_start(keys, *state), out.unflatten(1, (H, -1)))
     return out
 
 
